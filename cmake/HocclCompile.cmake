@@ -1,0 +1,53 @@
+# How C++ is compiled here: warnings, sanitizers, and hoccl_room(), which makes the library of one room of the engine.
+
+add_library(hoccl_options INTERFACE)
+target_compile_options(hoccl_options INTERFACE -Wall -Wextra $<$<BOOL:${HOCCL_WERROR}>:-Werror>)
+
+if(HOCCL_SANITIZE STREQUAL "thread")
+  set(sanitize -fsanitize=thread)
+elseif(HOCCL_SANITIZE STREQUAL "address")
+  set(sanitize -fsanitize=address,undefined -fno-sanitize-recover=all)
+elseif(HOCCL_SANITIZE)
+  message(FATAL_ERROR "HOCCL_SANITIZE is '${HOCCL_SANITIZE}'; it can be empty, 'thread' or 'address'")
+endif()
+if(HOCCL_SANITIZE)
+  add_compile_options(${sanitize} -fno-omit-frame-pointer)
+  add_link_options(${sanitize})
+endif()
+
+# hoccl_room(<name> USES <room>... LINK <library>...): the static library hoccl_<name> from csrc/<name>/**.cc.
+#
+# Headers are reached through one folder per room in the build tree, which holds a link to csrc/<name> alone. So #include "csrc/comm/world.h"
+# compiles only in rooms above comm: an include against the arrows fails with "No such file or directory".
+function(hoccl_room name)
+  cmake_parse_arguments(PARSE_ARGV 1 room "" "" "USES;LINK")
+  set(view "${PROJECT_BINARY_DIR}/rooms/${name}")
+  file(MAKE_DIRECTORY "${view}/csrc")
+  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/csrc/${name}" "${view}/csrc/${name}" SYMBOLIC)
+
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/${name}/*.cc")
+  if(NOT LIBFABRIC_FOUND)
+    list(FILTER sources EXCLUDE REGEX "/csrc/net/ofi/")
+  endif()
+
+  list(TRANSFORM room_USES PREPEND hoccl_)
+  set(target hoccl_${name})
+  if(sources)
+    add_library(${target} STATIC ${sources})
+    target_include_directories(${target} PUBLIC "${view}")
+    target_link_libraries(${target} PUBLIC ${room_USES} ${room_LINK} PRIVATE hoccl_options)
+  else()  # a room of headers alone
+    add_library(${target} INTERFACE)
+    target_include_directories(${target} INTERFACE "${view}")
+    target_link_libraries(${target} INTERFACE ${room_USES} ${room_LINK})
+  endif()
+
+  if(sources MATCHES "/csrc/device/cuda/")
+    hoccl_find_cuda_headers()
+    target_include_directories(${target} SYSTEM PUBLIC "${HOCCL_CUDA_INCLUDE_DIR}")
+  endif()
+  if(sources MATCHES "/csrc/net/ofi/")
+    target_link_libraries(${target} PUBLIC PkgConfig::LIBFABRIC)
+    target_compile_definitions(${target} PUBLIC HOCCL_HAVE_LIBFABRIC)
+  endif()
+endfunction()
