@@ -25,12 +25,12 @@ enum class Priority : uint8_t { kForeground = 0, kBackground = 1 };
 struct Operation {
   Kind kind = Kind::kAllGather;
   int group_size = 1;
-  std::string dtype;  // as the user sees it; only compared and printed
+  std::string dtype = {};  // as the user sees it; only compared and printed
   int64_t item_bytes = 1;
-  std::vector<int64_t> shape;
+  std::vector<int64_t> shape = {};
   int split_axis = -1;   // kAllToAll: the axis cut into group_size blocks
   int concat_axis = -1;  // kAllToAll and kAllGather: the axis along which the blocks are laid side by side
-  std::vector<std::pair<int, int>> pairs;  // kPpermute, kPbroadcast, kSend, kRecv: (source rank, destination rank)
+  std::vector<std::pair<int, int>> pairs = {};  // kPpermute, kPbroadcast, kSend, kRecv: (source rank, destination rank)
   Priority priority = Priority::kForeground;
 
   int64_t OperandBytes() const;
