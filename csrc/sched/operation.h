@@ -13,6 +13,7 @@
 namespace hoccl {
 
 enum class Kind : uint8_t { kAllGather, kAllToAll, kPpermute, kPbroadcast, kSend, kRecv };
+inline constexpr int kKinds = 6;
 
 std::string_view KindName(Kind kind);
 Result<Kind> ParseKind(std::string_view name);

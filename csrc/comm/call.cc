@@ -1,0 +1,74 @@
+#include "csrc/comm/call.h"
+
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "csrc/base/hash.h"
+
+namespace hoccl {
+namespace {
+
+using InstanceCounts = std::map<std::tuple<std::string, int64_t, Kind>, int>;
+
+InstanceCounts& ThreadInstanceCounts() {
+  thread_local InstanceCounts counts;
+  return counts;
+}
+
+uint64_t SignatureOf(const Operation& operation) {
+  // A send and the recv that it meets must agree too.
+  const Kind kind = operation.kind == Kind::kRecv ? Kind::kSend : operation.kind;
+  Hasher hasher;
+  hasher.Add(static_cast<int>(kind)).Add(operation.group_size).Add(operation.dtype).Add(operation.item_bytes);
+  hasher.Add(operation.split_axis).Add(operation.concat_axis);
+  hasher.Add(static_cast<uint64_t>(operation.shape.size()));
+  for (int64_t extent : operation.shape) hasher.Add(extent);
+  for (const auto& [source, destination] : operation.pairs) hasher.Add(source).Add(destination);
+  return hasher.value();
+}
+
+Status CheckGroups(const std::vector<std::vector<int64_t>>& groups, int group_size) {
+  std::set<int64_t> seen;
+  for (const auto& group : groups) {
+    if (static_cast<int>(group.size()) != group_size) return InvalidArgument("groups must all have " + std::to_string(group_size) + " devices");
+    for (int64_t device : group) {
+      if (!seen.insert(device).second) return InvalidArgument("device " + std::to_string(device) + " is in the groups twice");
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+uint64_t CallSite::Hash() const { return Hasher().Add(module).Add(site).Add(ordinal).value(); }
+
+std::string CallSite::ToString() const {
+  std::string text = module + ":" + std::to_string(site);
+  if (ordinal > 0) text += "." + std::to_string(ordinal);
+  return text;
+}
+
+Sides SidesOf(Kind kind) { return {.sends = kind != Kind::kRecv, .receives = kind != Kind::kSend}; }
+
+Result<std::shared_ptr<const Call>> Call::Make(Operation operation, std::vector<std::vector<int64_t>> groups, CallSite site) {
+  HOCCL_RETURN_IF_ERROR(operation.Validate());
+  HOCCL_RETURN_IF_ERROR(CheckGroups(groups, operation.group_size));
+  Result<std::vector<Flow>> flows = MakeFlows(operation);
+  if (!flows.ok()) return flows.status();
+  auto call = std::make_shared<Call>();
+  call->operation = std::move(operation);
+  call->groups = std::move(groups);
+  call->site = std::move(site);
+  call->site_hash = call->site.Hash();
+  call->signature = SignatureOf(call->operation);
+  call->flows = *std::move(flows);
+  return std::shared_ptr<const Call>(std::move(call));
+}
+
+int NextOrdinal(const std::string& module, int64_t site, Kind kind) { return ThreadInstanceCounts()[{module, site, kind}]++; }
+
+void EndCompilation() { ThreadInstanceCounts().clear(); }
+
+}  // namespace hoccl

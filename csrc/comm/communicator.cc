@@ -1,0 +1,60 @@
+#include "csrc/comm/communicator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/base/hash.h"
+
+namespace hoccl {
+namespace {
+
+void AddUnique(std::vector<int>* values, int value) {
+  if (std::find(values->begin(), values->end(), value) == values->end()) values->push_back(value);
+}
+
+}  // namespace
+
+Communicator::Communicator(std::vector<int64_t> group, std::vector<int> owners) : devices(std::move(group)), processes(std::move(owners)) {
+  Hasher hasher;
+  for (int64_t device : devices) hasher.Add(device);
+  id = hasher.value();
+}
+
+std::string Communicator::ToString() const {
+  std::string text = "{";
+  for (int rank = 0; rank < size(); ++rank) text += (rank > 0 ? ", " : "") + std::to_string(devices[rank]);
+  return text + "}";
+}
+
+std::string Communicator::RankName(int rank) const {
+  return "rank " + std::to_string(rank) + " (device " + std::to_string(devices[rank]) + ", process " + std::to_string(processes[rank]) + ")";
+}
+
+GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int this_process)
+    : call(std::move(bound)), communicator(std::move(group)) {
+  const std::vector<int>& processes = communicator.processes;
+  ranks.resize(processes.size());
+  unread.resize(processes.size());
+  for (int process : processes) {
+    if (process != this_process) AddUnique(&other_processes, process);
+  }
+  for (int i = 0; i < static_cast<int>(call->flows.size()); ++i) {
+    const Flow& flow = call->flows[i];
+    const bool from_here = processes[flow.src] == this_process;
+    const bool to_here = processes[flow.dst] == this_process;
+    if (to_here) ranks[flow.dst].in.push_back(i);
+    if (to_here && from_here) ranks[flow.src].out_local.push_back(i);
+    if (to_here && !from_here) {
+      ++unread[flow.src];
+      ranks[flow.dst].has_remote_in = true;
+    }
+    if (from_here && !to_here) AddUnique(&ranks[flow.src].readers, processes[flow.dst]);
+  }
+  for (const RankPlan& rank : ranks) {
+    local_senders += rank.sends();
+    local_receivers += rank.receives();
+    local_both += rank.sends() && rank.receives();
+  }
+}
+
+}  // namespace hoccl

@@ -1,0 +1,81 @@
+#include "csrc/comm/meeting.h"
+
+#include <utility>
+
+namespace hoccl {
+namespace {
+
+void Reset(LocalPost* post, Meeting* meeting, int rank) {
+  std::vector<int> readers = std::move(post->readers);
+  readers.clear();
+  *post = {};
+  post->readers = std::move(readers);
+  post->meeting = meeting;
+  post->rank = rank;
+}
+
+}  // namespace
+
+void Meeting::Reset(const MeetingKey& new_key, int group_size) {
+  key = new_key;
+  next = nullptr;
+  plan.reset();
+  flows.clear();
+  unfinished_posts = 0;
+  failure = {};
+  slots.resize(static_cast<size_t>(group_size));
+  for (int rank = 0; rank < group_size; ++rank) {
+    Slot& slot = slots[rank];
+    hoccl::Reset(&slot.sender, this, rank);
+    hoccl::Reset(&slot.receiver, this, rank);
+    std::string brought = std::move(slot.remote.brought);
+    brought.clear();
+    slot.remote = {};
+    slot.remote.brought = std::move(brought);
+  }
+}
+
+void Meeting::Attach(std::shared_ptr<const GroupPlan> new_plan) {
+  plan = std::move(new_plan);
+  const size_t count = plan->call->flows.size();
+  flows.assign(count, FlowState::kWaiting);
+  if (transfer_capacity < count) {
+    transfers = std::make_unique<Transfer[]>(count);
+    transfer_capacity = count;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    transfers[i].owner = this;
+    transfers[i].index = static_cast<int>(i);
+  }
+  for (size_t rank = 0; rank < slots.size(); ++rank) slots[rank].remote.unread = plan->unread[rank];
+  const bool paired = plan->call->operation.kind == Kind::kSend || plan->call->operation.kind == Kind::kRecv;
+  unfinished_posts = plan->local_senders + plan->local_receivers - (paired ? 0 : plan->local_both);
+}
+
+std::string Meeting::Describe(uint32_t occurrence) const {
+  const Call& call = *plan->call;
+  return call.operation.ToString() + ", communicator " + plan->communicator.ToString() + ", call site " + call.site.ToString() + ", run " +
+         std::to_string(key.run) + ", occurrence " + std::to_string(occurrence);
+}
+
+std::string Meeting::Attendance() const {
+  std::string text;
+  for (int rank = 0; rank < plan->communicator.size(); ++rank) {
+    const Slot& slot = slots[rank];
+    const bool here = slot.sender.posted || slot.receiver.posted;
+    const bool remote = slot.remote.posted && !slot.remote.withdrawn;
+    // Ranks of other processes announce themselves only to those that read from them.
+    const bool expected = here || remote || !plan->ranks[rank].in.empty() || !plan->ranks[rank].out_local.empty() || plan->unread[rank] > 0;
+    if (!expected) continue;
+    if (!text.empty()) text += "; ";
+    text += plan->communicator.RankName(rank);
+    if (remote) {
+      text += " brought " + slot.remote.brought;
+    } else {
+      text += here ? " came" : " has not come";
+    }
+  }
+  return text;
+}
+
+}  // namespace hoccl

@@ -1,0 +1,100 @@
+// One execution of one call by one group, as far as this process is concerned: who has come, what they brought, which flows have run.
+// Data only: Rendezvous, under its mutex, does everything.
+#ifndef HOCCL_COMM_MEETING_H_
+#define HOCCL_COMM_MEETING_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/message.h"
+#include "csrc/p2p/transfer.h"
+#include "csrc/stream/completion_lane.h"
+
+namespace hoccl {
+
+using Clock = std::chrono::steady_clock;
+
+struct Meeting;
+
+// A call that a device of this process has made.
+struct LocalPost {
+  Meeting* meeting = nullptr;
+  int rank = 0;
+  bool posted = false;
+  bool finished = false;
+  bool caller_present = false;  // the thread that posts is still inside Post and takes the outcome itself
+  Status outcome;
+  Sides sides;
+  std::byte* operand = nullptr;
+  std::byte* result = nullptr;
+  int64_t segment = -1;  // where in the shared segment a copy of the operand is, -1 if nowhere
+  uint32_t occurrence = 0;
+  CompletionLane* lane = nullptr;
+  Completion completion;
+
+  int unfinished = 0;          // flows of this process that touch its buffers, and processes that read its operand, yet to end
+  int active = 0;              // of the flows, those that run
+  std::vector<int> readers;    // processes that may still read the operand
+
+  // The list of posts that wait, oldest first.
+  Clock::time_point since;
+  LocalPost* older = nullptr;
+  LocalPost* newer = nullptr;
+};
+
+// What another process has said of one of its ranks.
+struct RemotePost {
+  bool posted = false;
+  bool withdrawn = false;
+  int process = -1;
+  int64_t device = 0;
+  uint64_t signature = 0;
+  uint32_t occurrence = 0;
+  Source source;
+  int unread = 0;   // flows from it into this process, yet to end
+  int active = 0;   // of these, those that run
+  bool released = false;  // its process knows that nobody here reads it any more
+  std::string brought;    // its operation, for people
+};
+
+struct Slot {
+  LocalPost sender;    // also the receiver, for calls that do both
+  LocalPost receiver;  // of a recv only
+  RemotePost remote;
+};
+
+enum class FlowState : uint8_t { kWaiting, kRunning, kEnded };
+
+struct Meeting {
+  MeetingKey key;
+  Meeting* next = nullptr;  // later meetings of the same site and run
+  std::shared_ptr<const GroupPlan> plan;  // null until a rank of this process has come
+  std::vector<Slot> slots;                // by rank
+  std::vector<FlowState> flows;
+  std::unique_ptr<Transfer[]> transfers;  // by flow
+  size_t transfer_capacity = 0;
+  int unfinished_posts = 0;  // calls that devices of this process have made or will make, and that have not finished
+
+  Status failure;  // ok unless it has failed
+  Clock::time_point failed_at;
+
+  bool failed() const { return !failure.ok(); }
+
+  // Makes a used or new meeting ready for `group_size` ranks; keeps its memory.
+  void Reset(const MeetingKey& new_key, int group_size);
+  void Attach(std::shared_ptr<const GroupPlan> new_plan);
+
+  // "all_gather f32[4] over communicator {0, 1}, call site jit_f:1, run 7, occurrence 0".
+  std::string Describe(uint32_t occurrence) const;
+  // "rank 0 (device 0, process 0) came; rank 1 (device 2048, process 1) has not come".
+  std::string Attendance() const;
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_MEETING_H_

@@ -1,0 +1,61 @@
+// What proxies tell each other. One message is one packet of a local socket; both ends are the same build on the same host, so the layout is the
+// struct's.
+#ifndef HOCCL_COMM_MESSAGE_H_
+#define HOCCL_COMM_MESSAGE_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+
+namespace hoccl {
+
+// Which execution of which call by which group.
+struct MeetingKey {
+  uint64_t site = 0;          // CallSite::Hash
+  int64_t run = 0;            // XLA's run id, which processes count alike
+  uint64_t communicator = 0;  // Communicator::id
+
+  friend bool operator==(const MeetingKey&, const MeetingKey&) = default;
+};
+
+enum class MessageType : uint32_t {
+  kHello,      // text: token, a newline, the sender's address; number: 1 if the sender can read the receiver's memory
+  kPost,       // a rank has posted its operand
+  kWithdrawn,  // a rank came to a meeting that had failed: its post is used up, there is nothing to read
+  kRead,       // the sender's process has no further use for the operand of a rank of the receiver
+  kFailed,     // the meeting has failed; text: why
+  kGoodbye,    // the sender leaves in order
+};
+
+struct Message {
+  MessageType type = MessageType::kHello;
+  int32_t rank = 0;
+  int32_t group_size = 0;
+  int32_t number = 0;       // kFailed: the status code
+  MeetingKey key;
+  int64_t device = 0;       // kPost: global id of the rank's device
+  uint64_t signature = 0;   // kPost: Call::signature
+  uint64_t address = 0;     // kPost: of the operand in the sender's memory
+  int64_t segment = -1;     // kPost: offset of the operand in the sender's shared segment, -1 if it is not there
+  uint32_t occurrence = 0;  // kPost: for messages to people
+  uint32_t text_bytes = 0;
+  char text[1600];
+
+  void SetText(std::string_view value) {
+    text_bytes = static_cast<uint32_t>(std::min(value.size(), sizeof(text)));
+    std::memcpy(text, value.data(), text_bytes);
+  }
+  std::string_view GetText() const { return {text, std::min<size_t>(text_bytes, sizeof(text))}; }
+
+  // Only the used part of the text travels.
+  std::span<const std::byte> bytes() const {
+    return std::as_bytes(std::span(this, 1)).first(offsetof(Message, text) + text_bytes);
+  }
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_MESSAGE_H_

@@ -1,0 +1,667 @@
+#include "csrc/comm/rendezvous.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/device/host/host_copy.h"
+
+namespace hoccl {
+namespace {
+
+// How long a failed operation waits for a live process to stop reading its operand before it cuts that process off.
+constexpr std::chrono::seconds kGrace{5};
+constexpr int kLargestGroup = 1 << 16;
+
+bool IsPaired(Kind kind) { return kind == Kind::kSend || kind == Kind::kRecv; }
+
+bool Contains(const std::vector<int>& values, int value) { return std::find(values.begin(), values.end(), value) != values.end(); }
+
+std::string Seconds(Clock::duration duration) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1000.0).substr(0, 5) + " s";
+}
+
+}  // namespace
+
+// Collected under the mutex, done after it is released: sending, copying and notifying may block or call back.
+struct Rendezvous::Actions {
+  struct Outgoing {
+    int process;
+    Message message;
+  };
+  struct Notice {
+    CompletionLane* lane;
+    Completion completion;
+    Status outcome;
+  };
+  struct Ended {
+    Transfer* transfer;
+    Status status;
+  };
+  std::vector<Outgoing> messages;
+  std::vector<Transfer*> transfers;
+  std::vector<Notice> notices;
+  std::vector<Ended> ended;
+  // A process that was cut off as dead has come back and learnt it by failing to send: what it read in the meantime may be rubbish.
+  bool cut_off = false;
+
+  bool empty() const { return messages.empty() && transfers.empty() && notices.empty(); }
+
+  // One for each thread, so that a known load allocates nothing.
+  static Actions* OfThisThread() {
+    thread_local Actions actions;
+    actions.cut_off = false;
+    return &actions;
+  }
+};
+
+Rendezvous::Rendezvous(const Services& services) : services_(services) {}
+
+Rendezvous::~Rendezvous() = default;
+
+bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
+  Actions* actions = Actions::OfThisThread();
+  const GroupPlan& plan = *request.plan;
+  int64_t segment = -1;
+  if (Status shared = ShareOperand(request, &segment); !shared.ok()) {
+    *outcome = std::move(shared);
+    return true;
+  }
+  LocalPost* post = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    *outcome = CanMeet(plan);
+    if (!outcome->ok()) {
+      if (segment >= 0) services_.segment->Release(segment);
+      return true;
+    }
+    Meeting* meeting = MeetingFor(request);
+    Slot& slot = meeting->slots[request.rank];
+    post = SidesOf(plan.call->operation.kind).sends ? &slot.sender : &slot.receiver;
+    post->segment = segment;
+    Enter(meeting, post, request, actions);
+  }
+  Perform(actions);
+  std::lock_guard lock(mutex_);
+  post->caller_present = false;
+  if (!post->finished) return false;
+  *outcome = std::move(post->outcome);
+  if (outcome->ok() && actions->cut_off) *outcome = Unavailable("this process was taken for dead and cut off while it read from a peer");
+  --post->meeting->unfinished_posts;
+  EraseIfOver(post->meeting);
+  return true;
+}
+
+Status Rendezvous::ShareOperand(const PostRequest& request, int64_t* segment) {
+  const std::vector<int>& readers = request.plan->ranks[request.rank].readers;
+  const bool readable = std::all_of(readers.begin(), readers.end(), [&](int process) { return services_.proxy->CanReadUs(process); });
+  if (readable || !SidesOf(request.plan->call->operation.kind).sends) return {};
+  const int64_t bytes = request.plan->call->operation.OperandBytes();
+  Result<int64_t> offset = services_.segment->Allocate(bytes);
+  if (!offset.ok()) return offset.status();
+  *segment = *offset;
+  CopyStrided(services_.segment->at(*offset), request.operand, {.row_bytes = bytes}, Stores::kCached);
+  return {};
+}
+
+Status Rendezvous::CanMeet(const GroupPlan& plan) const {
+  if (!closed_.empty()) return FailedPrecondition(closed_);
+  for (int process : plan.other_processes) {
+    if (process >= static_cast<int>(lost_.size()) || lost_[process].empty()) continue;
+    return Unavailable(plan.call->operation.ToString() + ", communicator " + plan.communicator.ToString() + ", call site " +
+                       plan.call->site.ToString() + ": process " + std::to_string(process) + " " + lost_[process]);
+  }
+  return {};
+}
+
+Meeting* Rendezvous::NewMeeting(const MeetingKey& key, int group_size) {
+  Meeting* meeting = nullptr;
+  if (spare_.empty()) {
+    all_.push_back(std::make_unique<Meeting>());
+    meeting = all_.back().get();
+  } else {
+    meeting = spare_.back();
+    spare_.pop_back();
+  }
+  meeting->Reset(key, group_size);
+  Meeting** link = &meetings_.try_emplace({key.site, key.run}, nullptr).first->second;
+  while (*link != nullptr) link = &(*link)->next;
+  *link = meeting;
+  return meeting;
+}
+
+void Rendezvous::Erase(Meeting* meeting) {
+  const auto entry = meetings_.find({meeting->key.site, meeting->key.run});
+  Meeting** link = &entry->second;
+  while (*link != meeting) link = &(*link)->next;
+  *link = meeting->next;
+  if (entry->second == nullptr) meetings_.erase(entry);
+  meeting->plan.reset();
+  spare_.push_back(meeting);
+}
+
+void Rendezvous::EraseIfOver(Meeting* meeting) {
+  if (meeting->plan == nullptr || meeting->unfinished_posts > 0) return;
+  if (meeting->failed()) {
+    for (size_t rank = 0; rank < meeting->slots.size(); ++rank) {
+      if (meeting->plan->unread[rank] > 0 && !meeting->slots[rank].remote.posted) return;  // stays for that latecomer
+    }
+  }
+  Erase(meeting);
+}
+
+Meeting* Rendezvous::MeetingFor(const PostRequest& request) {
+  const Call& call = *request.plan->call;
+  const Communicator& communicator = request.plan->communicator;
+  const MeetingKey key{call.site_hash, request.run, communicator.id};
+  const bool sends = SidesOf(call.operation.kind).sends;
+  const auto entry = meetings_.find({key.site, key.run});
+  for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
+    if (meeting->key != key || static_cast<int>(meeting->slots.size()) != communicator.size()) continue;
+    const Slot& slot = meeting->slots[request.rank];
+    if (!(sends ? slot.sender : slot.receiver).posted) return meeting;
+  }
+  return NewMeeting(key, communicator.size());
+}
+
+Meeting* Rendezvous::MeetingFor(const Message& post) {
+  const auto entry = meetings_.find({post.key.site, post.key.run});
+  for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
+    if (meeting->key != post.key || static_cast<int>(meeting->slots.size()) != post.group_size) continue;
+    if (!meeting->slots[post.rank].remote.posted) return meeting;
+  }
+  return NewMeeting(post.key, post.group_size);
+}
+
+LocalPost* Rendezvous::SenderOf(Meeting* meeting, int rank) const {
+  LocalPost* post = &meeting->slots[rank].sender;
+  return post->posted ? post : nullptr;
+}
+
+LocalPost* Rendezvous::ReceiverOf(Meeting* meeting, int rank) const {
+  Slot& slot = meeting->slots[rank];
+  LocalPost* post = IsPaired(meeting->plan->call->operation.kind) ? &slot.receiver : &slot.sender;
+  return post->posted ? post : nullptr;
+}
+
+void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& request, Actions* actions) {
+  const GroupPlan& plan = *request.plan;
+  const RankPlan& rank_plan = plan.ranks[request.rank];
+  if (meeting->plan == nullptr) meeting->Attach(request.plan);
+  post->posted = true;
+  post->caller_present = true;
+  post->sides = SidesOf(plan.call->operation.kind);
+  post->operand = const_cast<std::byte*>(request.operand);
+  post->result = request.result;
+  post->occurrence = request.occurrence;
+  post->lane = request.lane;
+  post->completion = request.completion;
+  if (meeting->failed()) {
+    if (post->sides.sends) Announce(post, MessageType::kWithdrawn, actions);
+    if (post->segment >= 0) services_.segment->Release(post->segment);
+    post->finished = true;
+    post->outcome = meeting->failure;
+    return;
+  }
+  if (post->sides.receives) post->unfinished += static_cast<int>(rank_plan.in.size());
+  if (post->sides.sends) {
+    post->unfinished += static_cast<int>(rank_plan.out_local.size() + rank_plan.readers.size());
+    post->readers.assign(rank_plan.readers.begin(), rank_plan.readers.end());
+  }
+  AddWaiting(post);
+  if (Status agreed = CheckAgreement(*meeting, request); !agreed.ok()) {
+    post->unfinished -= static_cast<int>(post->readers.size());
+    post->readers.clear();  // nobody has been told of the operand
+    return Fail(meeting, std::move(agreed), true, actions);
+  }
+  if (post->sides.sends) Announce(post, MessageType::kPost, actions);
+  if (post->sides.receives) {
+    for (int flow : rank_plan.in) {
+      const int source = plan.call->flows[flow].src;
+      if (SenderOf(meeting, source) != nullptr || meeting->slots[source].remote.posted) StartFlow(meeting, flow, actions);
+    }
+  }
+  if (post->sides.sends) {
+    for (int flow : rank_plan.out_local) {
+      if (ReceiverOf(meeting, plan.call->flows[flow].dst) != nullptr) StartFlow(meeting, flow, actions);
+    }
+  }
+}
+
+void Rendezvous::Announce(LocalPost* post, MessageType type, Actions* actions) {
+  const GroupPlan& plan = *post->meeting->plan;
+  for (int process : plan.ranks[post->rank].readers) {
+    Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
+    message.type = type;
+    message.rank = post->rank;
+    message.group_size = plan.communicator.size();
+    message.key = post->meeting->key;
+    message.device = plan.communicator.devices[post->rank];
+    message.signature = plan.call->signature;
+    message.address = reinterpret_cast<uint64_t>(post->operand);
+    message.segment = post->segment;
+    message.occurrence = post->occurrence;
+    message.SetText(type == MessageType::kPost ? plan.call->operation.ToString() + " over communicator " + plan.communicator.ToString()
+                                               : post->meeting->failure.message());
+  }
+}
+
+Status Rendezvous::CheckAgreement(const Meeting& meeting, const PostRequest& request) const {
+  for (int rank = 0; rank < static_cast<int>(meeting.slots.size()); ++rank) {
+    if (meeting.slots[rank].remote.posted) HOCCL_RETURN_IF_ERROR(CheckRemote(meeting, rank, request.occurrence));
+  }
+  // Has a rank of this group come to the same call of the same run with another group?
+  const Communicator& communicator = request.plan->communicator;
+  const auto entry = meetings_.find({meeting.key.site, meeting.key.run});
+  for (const Meeting* other = entry->second; other != nullptr; other = other->next) {
+    if (other->key.communicator == meeting.key.communicator || other->failed()) continue;
+    for (const Slot& slot : other->slots) {
+      if (!slot.remote.posted) continue;
+      const auto member = std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device);
+      if (member == communicator.devices.end()) continue;
+      return InvalidArgument("ranks disagree in " + meeting.Describe(request.occurrence) + ": " +
+                             communicator.RankName(static_cast<int>(member - communicator.devices.begin())) + " brought " + slot.remote.brought);
+    }
+  }
+  return {};
+}
+
+Status Rendezvous::CheckRemote(const Meeting& meeting, int rank, uint32_t occurrence) const {
+  const RemotePost& remote = meeting.slots[rank].remote;
+  if (remote.withdrawn || remote.signature == meeting.plan->call->signature) return {};
+  return InvalidArgument("ranks disagree in " + meeting.Describe(occurrence) + " (this is what process " +
+                         std::to_string(services_.process) + " brought): " + meeting.plan->communicator.RankName(rank) + " brought " +
+                         remote.brought);
+}
+
+void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
+  if (meeting->flows[index] != FlowState::kWaiting) return;
+  const Flow& flow = meeting->plan->call->flows[index];
+  LocalPost* receiver = ReceiverOf(meeting, flow.dst);
+  Source source;
+  if (LocalPost* sender = SenderOf(meeting, flow.src); sender != nullptr) {
+    source.local = sender->operand;
+    ++sender->active;
+  } else {
+    RemotePost& remote = meeting->slots[flow.src].remote;
+    if (remote.withdrawn) return;
+    source = remote.source;
+    ++remote.active;
+  }
+  ++receiver->active;
+  meeting->flows[index] = FlowState::kRunning;
+  Transfer* transfer = &meeting->transfers[index];
+  transfer->Start(source, receiver->result, flow.copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
+  actions->transfers.push_back(transfer);
+}
+
+void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Actions* actions) {
+  const Flow& flow = meeting->plan->call->flows[index];
+  meeting->flows[index] = FlowState::kEnded;
+  if (status.ok()) {
+    services_.statistics->CountBytes(flow.src == flow.dst ? Engine::kLocalCopy : Engine::kHost, flow.copy.bytes());
+  } else if (!meeting->failed()) {
+    const Communicator& communicator = meeting->plan->communicator;
+    const Status failure(status.code(), meeting->Describe(ReceiverOf(meeting, flow.dst)->occurrence) + ": copying from " +
+                                            communicator.RankName(flow.src) + " to " + communicator.RankName(flow.dst) + " failed: " +
+                                            status.message());
+    Fail(meeting, failure, true, actions);
+  }
+  LocalPost* receiver = ReceiverOf(meeting, flow.dst);
+  --receiver->active;
+  --receiver->unfinished;
+  if (LocalPost* sender = SenderOf(meeting, flow.src); sender != nullptr) {
+    --sender->active;
+    --sender->unfinished;
+    if (sender != receiver) FinishIfOver(sender, actions);
+  } else {
+    RemotePost& remote = meeting->slots[flow.src].remote;
+    --remote.active;
+    --remote.unread;
+    if (remote.unread == 0 || (meeting->failed() && remote.active == 0)) Release(meeting, flow.src, actions);
+  }
+  FinishIfOver(receiver, actions);
+}
+
+void Rendezvous::Release(Meeting* meeting, int rank, Actions* actions) {
+  RemotePost& remote = meeting->slots[rank].remote;
+  if (!remote.posted || remote.withdrawn || remote.released) return;
+  remote.released = true;
+  Message& message = actions->messages.emplace_back(Actions::Outgoing{remote.process, {}}).message;
+  message.type = MessageType::kRead;
+  message.rank = rank;
+  message.group_size = static_cast<int32_t>(meeting->slots.size());
+  message.key = meeting->key;
+}
+
+void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
+  if (!post->posted || post->finished) return;
+  Meeting* meeting = post->meeting;
+  const bool over = meeting->failed() ? post->active == 0 && post->readers.empty() : post->unfinished == 0;
+  if (!over) return;
+  post->finished = true;
+  post->outcome = meeting->failure;
+  RemoveWaiting(post);
+  if (post->segment >= 0) services_.segment->Release(post->segment);
+  if (post->caller_present) return;  // Post itself reports and counts it
+  actions->notices.push_back({post->lane, post->completion, std::move(post->outcome)});
+  --meeting->unfinished_posts;
+}
+
+void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Actions* actions) {
+  if (meeting->failed()) return;
+  meeting->failure = std::move(failure);
+  meeting->failed_at = Clock::now();
+  services_.statistics->CountFailure();
+  std::vector<int> others;
+  if (meeting->plan != nullptr) others = meeting->plan->other_processes;
+  for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
+    const RemotePost& remote = meeting->slots[rank].remote;
+    if (remote.posted && !Contains(others, remote.process)) others.push_back(remote.process);
+    if (remote.posted && remote.active == 0) Release(meeting, rank, actions);
+  }
+  if (tell_others) {
+    for (int process : others) {
+      Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
+      message.type = MessageType::kFailed;
+      message.group_size = static_cast<int32_t>(meeting->slots.size());
+      message.number = static_cast<int32_t>(meeting->failure.code());
+      message.key = meeting->key;
+      message.SetText(meeting->failure.message());
+    }
+  }
+  for (Slot& slot : meeting->slots) {
+    FinishIfOver(&slot.sender, actions);
+    FinishIfOver(&slot.receiver, actions);
+  }
+}
+
+void Rendezvous::Perform(Actions* actions) {
+  while (!actions->empty()) {
+    for (const auto& [process, message] : actions->messages) {
+      if (!services_.proxy->Send(process, message) && message.type == MessageType::kRead) actions->cut_off = true;
+    }
+    actions->messages.clear();
+    for (Transfer* transfer : actions->transfers) {
+      if (services_.executor->IsInline(*transfer)) {
+        actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
+      } else {
+        services_.executor->Submit(transfer);
+      }
+    }
+    actions->transfers.clear();
+    for (auto& [lane, completion, outcome] : actions->notices) {
+      if (outcome.ok() && actions->cut_off) outcome = Unavailable("this process was taken for dead and cut off while it read from a peer");
+      lane->Notify(completion, std::move(outcome));
+    }
+    actions->notices.clear();
+    if (actions->ended.empty()) return;
+    std::lock_guard lock(mutex_);
+    // All transfers of one round belong to one meeting, since a post or a message concerns one only.
+    auto* meeting = static_cast<Meeting*>(actions->ended.front().transfer->owner);
+    for (const auto& [transfer, status] : actions->ended) EndFlow(meeting, transfer->index, status, actions);
+    actions->ended.clear();
+    EraseIfOver(meeting);
+  }
+}
+
+void Rendezvous::OnTransferDone(Transfer* transfer, Status status) {
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    auto* meeting = static_cast<Meeting*>(transfer->owner);
+    EndFlow(meeting, transfer->index, status, actions);
+    EraseIfOver(meeting);
+  }
+  Perform(actions);
+}
+
+void Rendezvous::OnMessage(int process, const Message& message) {
+  if (message.group_size < 1 || message.group_size > kLargestGroup || message.rank < 0 || message.rank >= message.group_size) return;
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    switch (message.type) {
+      case MessageType::kPost:
+      case MessageType::kWithdrawn:
+        OnPost(process, message, actions);
+        break;
+      case MessageType::kRead:
+        OnRead(process, message, actions);
+        break;
+      case MessageType::kFailed:
+        OnFailed(process, message, actions);
+        break;
+      case MessageType::kHello:
+      case MessageType::kGoodbye:
+        break;  // the proxy's own
+    }
+  }
+  Perform(actions);
+}
+
+void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
+  Meeting* meeting = MeetingFor(message);
+  RemotePost& remote = meeting->slots[message.rank].remote;
+  remote.posted = true;
+  remote.withdrawn = message.type == MessageType::kWithdrawn;
+  remote.process = process;
+  remote.device = message.device;
+  remote.signature = message.signature;
+  remote.occurrence = message.occurrence;
+  remote.brought = message.GetText();
+  if (services_.proxy->CanRead(process)) {
+    remote.source = {.process = services_.proxy->Pid(process), .address = message.address};
+  } else if (message.segment >= 0) {
+    remote.source = {.local = services_.proxy->PeerSegment(process, message.segment)};
+  }
+  if (remote.withdrawn) {
+    Fail(meeting, Aborted(remote.brought), false, actions);
+    return EraseIfOver(meeting);
+  }
+  if (meeting->failed()) {
+    Release(meeting, message.rank, actions);
+    return EraseIfOver(meeting);
+  }
+  // Has this device been expected at the same call of the same run with another group?
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  for (Meeting* other = entry->second; other != nullptr; other = other->next) {
+    if (other->plan == nullptr || other->failed() || other->key.communicator == message.key.communicator) continue;
+    const Communicator& communicator = other->plan->communicator;
+    const auto member = std::find(communicator.devices.begin(), communicator.devices.end(), message.device);
+    if (member == communicator.devices.end()) continue;
+    const int rank = static_cast<int>(member - communicator.devices.begin());
+    if (other->slots[rank].remote.posted) continue;
+    const Status failure = InvalidArgument("ranks disagree in " + other->Describe(message.occurrence) + ": " + communicator.RankName(rank) +
+                                           " brought " + remote.brought);
+    Fail(meeting, failure, true, actions);
+    Fail(other, failure, true, actions);
+    return;  // both stay for latecomers
+  }
+  if (meeting->plan == nullptr) return;  // nobody here has come yet
+  if (Status agreed = CheckRemote(*meeting, message.rank, message.occurrence); !agreed.ok()) {
+    Fail(meeting, std::move(agreed), true, actions);
+    return EraseIfOver(meeting);
+  }
+  const std::vector<Flow>& flows = meeting->plan->call->flows;
+  for (int i = 0; i < static_cast<int>(flows.size()); ++i) {
+    if (flows[i].src != message.rank || meeting->plan->communicator.processes[flows[i].dst] != services_.process) continue;
+    if (ReceiverOf(meeting, flows[i].dst) != nullptr) StartFlow(meeting, i, actions);
+  }
+}
+
+void Rendezvous::StopReading(LocalPost* post, int process) {
+  const auto reader = std::find(post->readers.begin(), post->readers.end(), process);
+  if (reader == post->readers.end()) return;
+  post->readers.erase(reader);
+  --post->unfinished;
+}
+
+void Rendezvous::OnRead(int process, const Message& message, Actions* actions) {
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
+    if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size) continue;
+    LocalPost* post = &meeting->slots[message.rank].sender;
+    if (!Contains(post->readers, process)) continue;
+    StopReading(post, process);
+    FinishIfOver(post, actions);
+    return EraseIfOver(meeting);
+  }
+}
+
+void Rendezvous::OnFailed(int process, const Message& message, Actions* actions) {
+  const Status failure(static_cast<Code>(message.number), std::string(message.GetText()) + " (told by process " + std::to_string(process) + ")");
+  bool found = false;
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second;
+  while (meeting != nullptr) {
+    Meeting* next = meeting->next;
+    if (meeting->key == message.key && static_cast<int>(meeting->slots.size()) == message.group_size) {
+      found = true;
+      Fail(meeting, failure, false, actions);
+      EraseIfOver(meeting);
+    }
+    meeting = next;
+  }
+  // Nobody here has come yet: whoever does gets the error.
+  if (!found) Fail(NewMeeting(message.key, message.group_size), failure, false, actions);
+}
+
+template <typename Visit>
+void Rendezvous::ForEachMeeting(Visit visit) {
+  std::vector<Meeting*> open;
+  for (const auto& [key, first] : meetings_) {
+    for (Meeting* meeting = first; meeting != nullptr; meeting = meeting->next) open.push_back(meeting);
+  }
+  for (Meeting* meeting : open) visit(meeting);
+}
+
+void Rendezvous::OnProcessLost(int process, const std::string& how) {
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    if (static_cast<int>(lost_.size()) <= process) lost_.resize(static_cast<size_t>(process) + 1);
+    lost_[process] = how;
+    ForEachMeeting([&](Meeting* meeting) {
+      bool needed = false;
+      std::string ranks;
+      for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
+        Slot& slot = meeting->slots[rank];
+        const bool owner = meeting->plan != nullptr ? meeting->plan->communicator.processes[rank] == process : slot.remote.process == process;
+        if (owner && meeting->plan != nullptr) ranks += (ranks.empty() ? "" : ", ") + meeting->plan->communicator.RankName(rank);
+        if (owner) needed = needed || meeting->plan == nullptr || slot.remote.unread > 0;
+        if (owner && !slot.remote.posted) slot.remote.posted = slot.remote.withdrawn = true;  // it will never come
+        needed = needed || Contains(slot.sender.readers, process);
+      }
+      if (needed && !meeting->failed()) {
+        const std::string lost = "process " + std::to_string(process) + " " + how;
+        uint32_t occurrence = 0;
+        for (const Slot& slot : meeting->slots) occurrence = std::max({occurrence, slot.sender.occurrence, slot.receiver.occurrence});
+        Fail(meeting, Unavailable(meeting->plan == nullptr ? lost : meeting->Describe(occurrence) + ": " + lost + ", and with it " + ranks), true,
+             actions);
+      }
+      for (Slot& slot : meeting->slots) {
+        StopReading(&slot.sender, process);  // the dead do not read
+        FinishIfOver(&slot.sender, actions);
+      }
+      EraseIfOver(meeting);
+    });
+  }
+  Perform(actions);
+}
+
+Status Rendezvous::DeadlineError(const LocalPost& post) const {
+  const Meeting& meeting = *post.meeting;
+  const Communicator& communicator = meeting.plan->communicator;
+  std::string text = meeting.Describe(post.occurrence) + ": " + communicator.RankName(post.rank) + " has waited " +
+                     Seconds(Clock::now() - post.since) + " (HOCCL_TIMEOUT_S). " + meeting.Attendance();
+  // Where are those who have not come?
+  for (const auto& [key, first] : meetings_) {
+    for (const Meeting* other = first; other != nullptr; other = other->next) {
+      if (other == &meeting || other->failed()) continue;
+      for (const Slot& slot : other->slots) {
+        const bool member = std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device) != communicator.devices.end();
+        if (!slot.remote.posted || slot.remote.withdrawn || !member) continue;
+        text += "; device " + std::to_string(slot.remote.device) + " waits elsewhere, in " + slot.remote.brought;
+      }
+    }
+  }
+  return DeadlineExceeded(std::move(text));
+}
+
+void Rendezvous::OnTick() {
+  Actions* actions = Actions::OfThisThread();
+  std::vector<int> unresponsive;
+  {
+    std::lock_guard lock(mutex_);
+    const Clock::time_point now = Clock::now();
+    if (now < next_check_) return;
+    next_check_ = now + services_.tick;
+    for (LocalPost* post = oldest_; post != nullptr && now - post->since > services_.timeout;) {
+      Meeting* meeting = post->meeting;
+      if (meeting->failed()) {
+        post = post->newer;
+        continue;
+      }
+      Fail(meeting, DeadlineError(*post), true, actions);
+      EraseIfOver(meeting);
+      post = oldest_;  // the list has changed
+    }
+    for (LocalPost* post = oldest_; post != nullptr; post = post->newer) {
+      if (!post->meeting->failed() || now - post->meeting->failed_at < kGrace) continue;
+      for (int process : post->readers) {
+        if (!Contains(unresponsive, process)) unresponsive.push_back(process);
+      }
+    }
+    ForEachMeeting([&](Meeting* meeting) {
+      if (!meeting->failed() || now - meeting->failed_at < services_.timeout) return;
+      for (const Slot& slot : meeting->slots) {
+        for (const LocalPost* post : {&slot.sender, &slot.receiver}) {
+          if (post->posted && (!post->finished || post->caller_present)) return;
+        }
+      }
+      Erase(meeting);
+    });
+  }
+  Perform(actions);
+  for (int process : unresponsive) services_.proxy->Abandon(process, "does not answer");
+}
+
+void Rendezvous::Close(const std::string& reason) {
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = reason;
+    ForEachMeeting([&](Meeting* meeting) {
+      for (Slot& slot : meeting->slots) {
+        // Readers are cut off by the end of this process's connections, which follows.
+        slot.sender.unfinished -= static_cast<int>(slot.sender.readers.size());
+        slot.sender.readers.clear();
+      }
+      Fail(meeting, Aborted(reason), true, actions);
+    });
+  }
+  Perform(actions);
+}
+
+int64_t Rendezvous::OpenMeetings() {
+  std::lock_guard lock(mutex_);
+  int64_t count = 0;
+  ForEachMeeting([&](Meeting*) { ++count; });
+  return count;
+}
+
+void Rendezvous::AddWaiting(LocalPost* post) {
+  post->since = Clock::now();
+  post->older = newest_;
+  post->newer = nullptr;
+  (newest_ == nullptr ? oldest_ : newest_->newer) = post;
+  newest_ = post;
+}
+
+void Rendezvous::RemoveWaiting(LocalPost* post) {
+  (post->older == nullptr ? oldest_ : post->older->newer) = post->newer;
+  (post->newer == nullptr ? newest_ : post->newer->older) = post->older;
+  post->older = post->newer = nullptr;
+}
+
+}  // namespace hoccl

@@ -1,0 +1,130 @@
+// Brings the ranks of an operation together. A flow starts as soon as both of its ends have come; nobody waits for the rest of the group.
+//
+// Posts meet by (call site, run). Within one key a rank's posts are used in the order in which they come: the first goes to the first meeting in
+// which the rank is still missing. What the ranks brought is compared when they meet.
+//
+// When a meeting fails (ranks disagree, one does not come in time, a process dies, a copy fails) every process of the communicator is told, and
+// each rank here gets the error as soon as nothing touches its buffers any more. The failed meeting stays for latecomers, so that they get the
+// same error, and no later meeting gets their posts.
+#ifndef HOCCL_COMM_RENDEZVOUS_H_
+#define HOCCL_COMM_RENDEZVOUS_H_
+
+#include <cstdint>
+#include <memory>
+#include <memory_resource>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "csrc/comm/meeting.h"
+#include "csrc/comm/proxy.h"
+#include "csrc/comm/statistics.h"
+#include "csrc/device/host/shared_segment.h"
+#include "csrc/p2p/executor.h"
+
+namespace hoccl {
+
+struct PostRequest {
+  std::shared_ptr<const GroupPlan> plan;
+  int rank = 0;
+  int64_t run = 0;
+  uint32_t occurrence = 0;  // how often this device has made this call before; for messages only
+  const std::byte* operand = nullptr;
+  std::byte* result = nullptr;
+  CompletionLane* lane = nullptr;
+  Completion completion;  // called on the lane, unless Post itself returns the outcome
+};
+
+class Rendezvous : public TransferObserver, public ProxyListener {
+ public:
+  struct Services {
+    int process = 0;
+    Executor* executor = nullptr;
+    Proxy* proxy = nullptr;
+    SharedSegment* segment = nullptr;
+    Statistics* statistics = nullptr;
+    std::chrono::milliseconds timeout{300'000};
+    std::chrono::milliseconds tick{1000};  // how often deadlines are looked at
+  };
+
+  explicit Rendezvous(const Services& services);
+  ~Rendezvous() override;
+
+  // True: the operation has ended with *outcome, and the completion will not be called. False: it will be.
+  bool Post(const PostRequest& request, Status* outcome);
+
+  // Fails everything that waits, with this reason, and all later posts.
+  void Close(const std::string& reason);
+
+  void OnTransferDone(Transfer* transfer, Status status) override;
+  void OnMessage(int process, const Message& message) override;
+  void OnProcessLost(int process, const std::string& how) override;
+  void OnTick() override;
+
+  // Meetings that have not ended, failed ones that wait for latecomers included.
+  int64_t OpenMeetings();
+
+ private:
+  struct Actions;  // what to do once the mutex is released
+
+  struct SiteRun {
+    uint64_t site = 0;
+    int64_t run = 0;
+    friend bool operator==(const SiteRun&, const SiteRun&) = default;
+  };
+  struct SiteRunHash {
+    size_t operator()(const SiteRun& key) const { return static_cast<size_t>(key.site ^ (static_cast<uint64_t>(key.run) * 0x9e3779b97f4a7c15ull)); }
+  };
+
+  // Copies the operand into the shared segment if a process that reads it cannot read this one's memory.
+  Status ShareOperand(const PostRequest& request, int64_t* segment);
+
+  // All of these with mutex_ held.
+  Status CanMeet(const GroupPlan& plan) const;
+  Meeting* NewMeeting(const MeetingKey& key, int group_size);
+  void Erase(Meeting* meeting);
+  void EraseIfOver(Meeting* meeting);
+  Meeting* MeetingFor(const PostRequest& request);
+  Meeting* MeetingFor(const Message& post);
+  Status CheckAgreement(const Meeting& meeting, const PostRequest& request) const;
+  Status CheckRemote(const Meeting& meeting, int rank, uint32_t occurrence) const;
+  void Enter(Meeting* meeting, LocalPost* post, const PostRequest& request, Actions* actions);
+  void Announce(LocalPost* post, MessageType type, Actions* actions);
+  void StartFlow(Meeting* meeting, int flow, Actions* actions);
+  void EndFlow(Meeting* meeting, int flow, const Status& status, Actions* actions);
+  void Release(Meeting* meeting, int rank, Actions* actions);
+  void FinishIfOver(LocalPost* post, Actions* actions);
+  void Fail(Meeting* meeting, Status failure, bool tell_others, Actions* actions);
+  Status DeadlineError(const LocalPost& post) const;
+  LocalPost* SenderOf(Meeting* meeting, int rank) const;
+  LocalPost* ReceiverOf(Meeting* meeting, int rank) const;
+  void OnPost(int process, const Message& message, Actions* actions);
+  void OnRead(int process, const Message& message, Actions* actions);
+  void OnFailed(int process, const Message& message, Actions* actions);
+  void StopReading(LocalPost* post, int process);
+  void AddWaiting(LocalPost* post);
+  void RemoveWaiting(LocalPost* post);
+
+  // With mutex_ free.
+  void Perform(Actions* actions);
+
+  template <typename Visit>
+  void ForEachMeeting(Visit visit);
+
+  const Services services_;
+  std::mutex mutex_;
+  std::pmr::unsynchronized_pool_resource nodes_;  // so that a known load allocates nothing
+  std::pmr::unordered_map<SiteRun, Meeting*, SiteRunHash> meetings_{&nodes_};
+  std::vector<std::unique_ptr<Meeting>> all_;  // owns
+  std::vector<Meeting*> spare_;
+  LocalPost* oldest_ = nullptr;  // waiting posts, by age
+  LocalPost* newest_ = nullptr;
+  std::vector<std::string> lost_;  // by process: empty, or how it was lost
+  std::string closed_;
+  Clock::time_point next_check_{};
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_RENDEZVOUS_H_

@@ -1,0 +1,43 @@
+// What the engine has done since it started: operations, and bytes by the engine that moved them.
+#ifndef HOCCL_COMM_STATISTICS_H_
+#define HOCCL_COMM_STATISTICS_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/sched/operation.h"
+
+namespace hoccl {
+
+// What moved the bytes. Own slices are counted apart, because on a GPU a copy within one device may run on the SMs.
+enum class Engine : uint8_t { kHost, kLocalCopy, kPeerDma, kNic, kFallback };
+inline constexpr int kEngines = 5;
+std::string_view EngineName(Engine engine);
+
+class Statistics {
+ public:
+  void CountOperation(Kind kind) { operations_[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed); }
+  void CountBytes(Engine engine, int64_t bytes) {
+    bytes_[static_cast<size_t>(engine)].fetch_add(bytes, std::memory_order_relaxed);
+    transfers_[static_cast<size_t>(engine)].fetch_add(1, std::memory_order_relaxed);
+  }
+  void CountFailure() { failures_.fetch_add(1, std::memory_order_relaxed); }
+  void Reset();
+
+  // Names and values: "operations/all_gather", "bytes/host", "transfers/host", "failures".
+  std::vector<std::pair<std::string, int64_t>> Read() const;
+
+ private:
+  std::array<std::atomic<int64_t>, kKinds> operations_{};
+  std::array<std::atomic<int64_t>, kEngines> bytes_{};
+  std::array<std::atomic<int64_t>, kEngines> transfers_{};
+  std::atomic<int64_t> failures_{0};
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_STATISTICS_H_

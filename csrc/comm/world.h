@@ -1,0 +1,97 @@
+// This process's part of the job: its devices, its connections with the other processes, and the engine. Everything that runs a collective goes
+// through Post.
+#ifndef HOCCL_COMM_WORLD_H_
+#define HOCCL_COMM_WORLD_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/call.h"
+#include "csrc/comm/proxy.h"
+#include "csrc/comm/rendezvous.h"
+#include "csrc/comm/statistics.h"
+#include "csrc/p2p/executor.h"
+
+namespace hoccl {
+
+struct WorldOptions {
+  int process = 0;
+  int process_count = 1;
+  std::vector<DeviceEntry> devices;  // of this process
+  std::chrono::milliseconds timeout{300'000};
+  int copy_threads = 0;  // 0: one for each core this process may use, at most 8
+  int64_t chunk_bytes = 256 << 10;
+  int64_t inline_bytes = 32 << 10;
+  bool huge_pages = true;
+  CrossMemory cross_memory = CrossMemory::kAuto;
+  std::string node_id;  // tells hosts apart in place of the boot id
+};
+
+// One device's view of a call: which group, which rank. Made at the first execution, used by all.
+struct Binding {
+  std::shared_ptr<const GroupPlan> plan;
+  int rank = 0;
+  CompletionLane* lane = nullptr;
+  std::atomic<uint32_t> executions = 0;
+};
+
+class World {
+ public:
+  static Result<std::unique_ptr<World>> Start(const WorldOptions& options);
+  ~World();  // fails what is still waiting
+
+  std::string address() const { return address_.Serialize(); }
+  Status Connect(const std::string& address) ;
+
+  // `plans` caches the plan of each group, so that the devices of a group share one.
+  using PlanCache = std::map<const std::vector<int64_t>*, std::shared_ptr<const GroupPlan>>;
+  Result<std::unique_ptr<Binding>> Bind(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans);
+
+  // Global id of the device that XLA calls `ordinal`; an error if it is not of this process.
+  Result<int64_t> GlobalId(int32_t ordinal) const;
+
+  // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called on the
+  // device's lane. The operand must stay valid, and the result belongs to the engine, until then.
+  bool Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome);
+
+  Statistics& statistics() { return statistics_; }
+  int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
+
+  struct ProcessView {
+    int process;
+    bool connected;
+    bool direct_reads;  // this process reads its memory directly
+    std::vector<DeviceEntry> devices;
+  };
+  std::vector<ProcessView> Processes() const;
+  const std::string& node() const { return address_.node; }
+  int copy_threads() const { return copy_threads_; }
+
+ private:
+  explicit World(const WorldOptions& options);
+
+  Result<Communicator> MakeCommunicator(const std::vector<int64_t>& group) const;
+  bool PostBuffered(const PostRequest& request, Status* outcome);
+
+  const WorldOptions options_;
+  const uint64_t probe_value_;
+  int copy_threads_ = 1;
+  Address address_;
+  Statistics statistics_;
+  std::map<int64_t, std::unique_ptr<CompletionLane>> lanes_;  // by global id
+  SharedSegment segment_;
+  // Destroyed in the opposite order: the proxy first, which calls the rendezvous, and the executor, which calls it too, before it.
+  std::unique_ptr<Rendezvous> rendezvous_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Proxy> proxy_;
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_WORLD_H_

@@ -1,0 +1,68 @@
+// One flow on its way: where its bytes are, where they go, and how far it has come.
+#ifndef HOCCL_P2P_TRANSFER_H_
+#define HOCCL_P2P_TRANSFER_H_
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+
+#include "csrc/base/status.h"
+#include "csrc/base/strided_copy.h"
+#include "csrc/device/copy.h"
+
+namespace hoccl {
+
+// Memory that this process can read: its own (or a mapped segment), or another process's.
+struct Source {
+  const std::byte* local = nullptr;
+  pid_t process = 0;     // when not 0, read from this process ...
+  uint64_t address = 0;  // ... at this address in it
+};
+
+class Transfer;
+
+// Told once when a transfer has ended, by the thread that ended it.
+class TransferObserver {
+ public:
+  virtual ~TransferObserver() = default;
+  virtual void OnTransferDone(Transfer* transfer, Status status) = 0;
+};
+
+// Owned by the observer, which keeps it until it is told of the end. Reused for later transfers.
+class Transfer {
+ public:
+  void Start(const Source& source, std::byte* dst, const StridedCopy& copy, bool background, TransferObserver* observer);
+
+  const StridedCopy& copy() const { return copy_; }
+  bool background() const { return background_; }
+
+  // For the observer's own use.
+  void* owner = nullptr;
+  int index = 0;
+
+ private:
+  friend class Executor;
+
+  // Copies one piece; called from any thread.
+  Status CopyPiece(const StridedCopy& piece, bool streaming);
+
+  Source source_;
+  std::byte* dst_ = nullptr;
+  StridedCopy copy_;
+  bool background_ = false;
+  TransferObserver* observer_ = nullptr;
+
+  // Chunks: `next_` is guarded by the executor; the rest by counting down.
+  ChunkedCopy chunks_;
+  int64_t next_ = 0;
+  std::atomic<int64_t> unfinished_ = 0;
+  std::mutex error_mutex_;
+  Status error_;  // the first one
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_P2P_TRANSFER_H_
