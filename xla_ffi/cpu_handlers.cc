@@ -1,0 +1,100 @@
+#include "xla_ffi/cpu_handlers.h"
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/bound_call.h"
+#include "xla_ffi/call_attributes.h"
+#include "xla_ffi/current_world.h"
+
+namespace hoccl {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// What instantiate leaves for execute. XLA's CPU and CUDA runtimes number types apart, so each platform has a type of its own.
+struct CpuState {
+  explicit CpuState(std::shared_ptr<const Call> call) : bound(std::move(call)) {}
+  static ffi::TypeId id;
+  BoundCall bound;
+};
+ffi::TypeId CpuState::id = {};
+const ffi::TypeInfo kCpuStateInfo = ffi::MakeTypeInfo<CpuState>();
+
+ffi::ErrorOr<std::unique_ptr<CpuState>> Instantiate(ffi::Dictionary attributes) {
+  Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
+  if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
+  return std::make_unique<CpuState>(*std::move(call));
+}
+
+// Resolves the future that XLA:CPU waits for. XLA's futures live on the heap anyway; this is the engine's end of one.
+struct PendingPromise {
+  ffi::Promise promise;
+
+  static void Complete(void* context, Status status) {
+    std::unique_ptr<PendingPromise> pending(static_cast<PendingPromise*>(context));
+    if (status.ok()) {
+      pending->promise.SetAvailable();
+    } else {
+      pending->promise.SetError(ToFfiError(status));
+    }
+  }
+};
+
+ffi::Future Failed(const Status& status) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ToFfiError(status));
+  return future;
+}
+
+// A send's result and a recv's operand are tokens, which have no bytes.
+std::byte* BytesOf(const ffi::AnyBuffer& buffer) {
+  return buffer.element_type() == ffi::DataType::TOKEN ? nullptr : static_cast<std::byte*>(buffer.untyped_data());
+}
+
+ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary) {
+  WorldGuard world;
+  if (!world) return Failed(FailedPrecondition("hoccl_jax does not run in this process: call hoccl_jax.init()"));
+  const Result<Binding*> binding = state->bound.For(world.get(), WorldGeneration(), ordinal);
+  if (!binding.ok()) return Failed(binding.status());
+  const ffi::ErrorOr<ffi::AnyBuffer> operand = operands.get<ffi::AnyBuffer>(0);
+  ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> result = results.get<ffi::AnyBuffer>(0);
+  if (!operand.has_value() || !result.has_value()) return Failed(InvalidArgument("hoccl_collective takes one operand and gives one result"));
+
+  auto pending = std::make_unique<PendingPromise>();
+  ffi::Future future(pending->promise);
+  Status outcome;
+  const bool ended = world->Post(*binding, run.run_id, BytesOf(*operand), BytesOf(**result),
+                                 {.call = PendingPromise::Complete, .context = pending.get()}, &outcome);
+  PendingPromise* context = pending.release();
+  if (ended) PendingPromise::Complete(context, std::move(outcome));
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CpuState>>()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs());
+
+}  // namespace
+
+XLA_FFI_Error* CpuInstantiate(XLA_FFI_CallFrame* frame) {
+  // XLA's CPU client installs handlers before the types that they use, so the type registers itself at the handler's first call.
+  static std::once_flag once;
+  static XLA_FFI_Error* error = nullptr;
+  std::call_once(once, [&] { error = ffi::Ffi::RegisterTypeId(frame->api, "hoccl::CpuState", &CpuState::id, kCpuStateInfo); });
+  if (error != nullptr) return error;
+  return kInstantiate(frame);
+}
+
+XLA_FFI_Error* CpuExecute(XLA_FFI_CallFrame* frame) { return kExecute(frame); }
+
+}  // namespace hoccl

@@ -1,0 +1,48 @@
+#include "xla_ffi/current_world.h"
+
+#include <atomic>
+#include <utility>
+
+namespace hoccl {
+namespace {
+
+// Never destroyed: XLA destroys executables, and runs their last completions, after the interpreter has run static destructors' peers.
+struct Current {
+  std::shared_mutex mutex;
+  std::unique_ptr<World> world;
+  std::atomic<int64_t> generation = 0;
+};
+
+Current& TheCurrent() {
+  static Current* current = new Current();
+  return *current;
+}
+
+}  // namespace
+
+WorldGuard::WorldGuard() : lock_(TheCurrent().mutex), world_(TheCurrent().world.get()) {}
+
+Status StartWorld(const WorldOptions& options) {
+  Current& current = TheCurrent();
+  std::unique_lock lock(current.mutex);
+  if (current.world != nullptr) return FailedPrecondition("hoccl_jax is running already in this process");
+  Result<std::unique_ptr<World>> world = World::Start(options);
+  if (!world.ok()) return world.status();
+  current.world = *std::move(world);
+  current.generation.fetch_add(1);
+  return {};
+}
+
+void StopWorld() {
+  std::unique_ptr<World> stopped;
+  {
+    std::unique_lock lock(TheCurrent().mutex);
+    stopped = std::move(TheCurrent().world);
+  }
+  // Destroyed without the lock: the last completions run the rest of programs, whose handlers find no world and fail.
+  stopped.reset();
+}
+
+int64_t WorldGeneration() { return TheCurrent().generation.load(std::memory_order_relaxed); }
+
+}  // namespace hoccl

@@ -1,0 +1,145 @@
+// hoccl_jax._native: what Python needs of the engine.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+#include "xla_ffi/cpu_handlers.h"
+#include "xla_ffi/current_world.h"
+
+namespace nb = nanobind;
+
+namespace hoccl {
+namespace {
+
+void ThrowIfError(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.ToString());
+}
+
+WorldGuard RunningWorld() {
+  WorldGuard world;
+  if (!world) throw std::runtime_error("hoccl_jax does not run in this process: call hoccl_jax.init()");
+  return world;
+}
+
+CrossMemory ParseCrossMemory(const std::string& text) {
+  if (text == "auto") return CrossMemory::kAuto;
+  if (text == "on") return CrossMemory::kOn;
+  if (text == "off") return CrossMemory::kOff;
+  throw std::invalid_argument("cross_memory must be auto, on or off, not " + text);
+}
+
+template <typename T>
+T Setting(const nb::dict& config, const char* name, T fallback) {
+  return config.contains(name) ? nb::cast<T>(config[name]) : fallback;
+}
+
+void Start(const nb::dict& config, int process_index, int process_count, const std::vector<std::tuple<int64_t, int32_t, std::string>>& devices) {
+  WorldOptions options;
+  options.process = process_index;
+  options.process_count = process_count;
+  for (const auto& [global_id, ordinal, platform] : devices) {
+    if (platform == "cpu") options.devices.push_back({.global_id = global_id, .local_ordinal = ordinal});
+  }
+  options.timeout = std::chrono::milliseconds(static_cast<int64_t>(Setting(config, "timeout_s", 300.0) * 1000));
+  options.copy_threads = Setting(config, "copy_threads", options.copy_threads);
+  options.chunk_bytes = Setting(config, "chunk_bytes", options.chunk_bytes);
+  options.inline_bytes = Setting(config, "inline_bytes", options.inline_bytes);
+  options.huge_pages = Setting(config, "huge_pages", options.huge_pages);
+  options.cross_memory = ParseCrossMemory(Setting<std::string>(config, "cross_memory", "auto"));
+  options.node_id = Setting<std::string>(config, "node_id", "");
+  ThrowIfError(StartWorld(options));
+}
+
+nb::bytes OwnAddress() {
+  const std::string address = RunningWorld()->address();
+  return nb::bytes(address.data(), address.size());
+}
+
+void Connect(int process, const nb::bytes& address) {
+  const std::string text(address.c_str(), address.size());
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = RunningWorld()->Connect(text);
+  }
+  if (!status.ok()) throw std::runtime_error("cannot connect with process " + std::to_string(process) + ": " + status.ToString());
+}
+
+// {"operations": {"all_gather": 3, ...}, "bytes": {"host": ...}, "transfers": {...}, "failures": 0, "open_meetings": 0}
+nb::dict Stats() {
+  const WorldGuard world = RunningWorld();
+  nb::dict stats;
+  for (const auto& [name, value] : world->statistics().Read()) {
+    const size_t slash = name.find('/');
+    if (slash == std::string::npos) {
+      stats[name.c_str()] = value;
+      continue;
+    }
+    const std::string section = name.substr(0, slash);
+    if (!stats.contains(section.c_str())) stats[section.c_str()] = nb::dict();
+    nb::cast<nb::dict>(stats[section.c_str()])[name.substr(slash + 1).c_str()] = value;
+  }
+  stats["open_meetings"] = world->OpenMeetings();
+  return stats;
+}
+
+nb::dict Topology() {
+  const WorldGuard world = RunningWorld();
+  nb::list processes;
+  for (const World::ProcessView& view : world->Processes()) {
+    nb::list devices;
+    for (const DeviceEntry& device : view.devices) devices.append(device.global_id);
+    nb::dict process;
+    process["process"] = view.process;
+    process["connected"] = view.connected;
+    process["direct_reads"] = view.direct_reads;
+    process["devices"] = devices;
+    processes.append(process);
+  }
+  nb::dict topology;
+  topology["node"] = world->node();
+  topology["copy_threads"] = world->copy_threads();
+  topology["processes"] = processes;
+  return topology;
+}
+
+nb::capsule HandlerCapsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+
+// platform -> target -> stage -> capsule, as jax.ffi.register_ffi_target takes them.
+nb::dict Registrations() {
+  nb::dict stages;
+  stages["instantiate"] = HandlerCapsule(CpuInstantiate);
+  stages["execute"] = HandlerCapsule(CpuExecute);
+  nb::dict targets;
+  targets["hoccl_collective"] = stages;
+  nb::dict platforms;
+  platforms["cpu"] = targets;
+  return platforms;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  m.def("registrations", &Registrations);
+  m.def("start", &Start, nb::arg("config"), nb::arg("process_index"), nb::arg("process_count"), nb::arg("devices"));
+  m.def("address", &OwnAddress);
+  m.def("connect", &Connect, nb::arg("process_index"), nb::arg("address"));
+  m.def("stop", &StopWorld, nb::call_guard<nb::gil_scoped_release>());
+  m.def("stats", &Stats);
+  m.def("reset_stats", [] { RunningWorld()->statistics().Reset(); });
+  m.def("topology", &Topology);
+  m.def("compilation_ended", &EndCompilation);
+}
+
+}  // namespace hoccl
