@@ -1,0 +1,96 @@
+# `make demo` and `make test` do everything on a fresh Debian or Ubuntu machine with Python >= 3.11 and a C++ compiler.
+# The other targets are their steps, for development: docs/development.md.
+.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test wheel format clean test-packages report
+
+# The interpreter, and the environment made from it. Another pair works too: make py-test VENV=.venv-3.13 PYTHON=python3.13
+PYTHON = $(shell build_tools/find_python.sh)
+VENV = .venv
+# Python 3.11 comes with the oldest supported jax: where it is found beside a newer reference, the Python tests run there as well.
+OLDEST_PYTHON = $(shell build_tools/find_python.sh 3.11)
+OLDEST_VENV = .venv-3.11
+
+JOBS = $(shell nproc)
+# ON makes compiler warnings errors. CI sets it; compilers that we do not have warn about other things.
+WERROR = OFF
+PYTEST_ARGS =
+
+BIN = $(CURDIR)/$(VENV)/bin
+PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Where the extension of this environment is compiled, and the C++ tests with it. Kept, so that the next build is short.
+BUILD = build/$(VENV:.%=%)
+CXX_FILES = CMakeLists.txt $(shell find cmake csrc xla_ffi -type f)
+CONFIGURATION = build_tools/find_python.sh build_tools/xla_headers.py pyproject.toml $(wildcard requirements/*.txt)
+# ThreadSanitizer cannot place its shadow memory under the address randomisation of some kernels; where it may be turned off, it is.
+NO_ASLR = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
+
+demo: venv
+	$(BIN)/python examples/pipeline_training.py
+
+# One step after the other, cheap ones first. The oldest jax's tests are skipped where Python 3.11 is the reference itself or is missing.
+test: test-packages
+	$(MAKE) venv
+	$(MAKE) lint
+	$(MAKE) cpp-test
+	$(MAKE) tsan
+	$(MAKE) asan
+	$(MAKE) bazel-test
+	$(MAKE) py-test
+	@if [ -n "$(OLDEST_PYTHON)" ] && ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
+	  $(MAKE) py-test VENV=$(OLDEST_VENV) PYTHON="$(OLDEST_PYTHON)" && $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV); fi
+	@$(MAKE) --no-print-directory report
+
+test-packages:
+	build_tools/system_packages.sh test
+
+venv: $(VENV)/.built
+
+$(VENV)/.requirements: $(CONFIGURATION)
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found."; exit 1; }
+	build_tools/system_packages.sh build "$(PYTHON)"
+	@echo "Environment $(VENV): $$("$(PYTHON)" --version)"
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(PIP) install -c requirements/constraints.txt -r requirements/build.txt
+	@touch $@
+
+# Editable: Python comes from the source tree, the extension from $(BUILD).
+$(VENV)/.built: $(VENV)/.requirements $(CXX_FILES)
+	headers=$$($(BIN)/python build_tools/xla_headers.py build/xla_headers) && \
+	PATH="$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -c requirements/constraints.txt --no-build-isolation \
+	  --editable '.[dev]' -C build-dir=$(BUILD) -C cmake.define.HOCCL_WERROR=$(WERROR) -C cmake.define.HOCCL_XLA_INCLUDE_DIR="$$headers"
+	@touch $@
+
+lint: venv
+	$(BIN)/pre-commit run --all-files
+
+cpp-test: venv
+	PATH="$(BIN):$$PATH" cmake $(BUILD) -DHOCCL_BUILD_TESTS=ON -Wno-dev
+	PATH="$(BIN):$$PATH" cmake --build $(BUILD) --parallel $(JOBS)
+	PATH="$(BIN):$$PATH" ctest --test-dir $(BUILD) --output-on-failure
+
+tsan asan: venv
+	PATH="$(BIN):$$PATH" cmake --preset $@ -DPython_EXECUTABLE=$(BIN)/python -DHOCCL_WERROR=$(WERROR)
+	PATH="$(BIN):$$PATH" cmake --build build/$@ --parallel $(JOBS)
+	PATH="$(BIN):$$PATH" $(NO_ASLR) ctest --test-dir build/$@ --output-on-failure
+
+bazel-test: venv
+	bazel test //... --jobs=$(JOBS) \
+	  --repo_env=HOCCL_CUDA_INCLUDE_DIR="$$(sed -n 's/^HOCCL_CUDA_INCLUDE_DIR:[A-Z]*=//p' $(BUILD)/CMakeCache.txt)"
+
+py-test: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A wheel as users get it: built apart, with the headers that pyproject.toml names.
+wheel: venv
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+format: venv
+	$(BIN)/ruff check --fix --quiet; $(BIN)/ruff format
+	$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard '*.cc' '*.h')
+
+# What the tests of an environment ran on.
+report:
+	@$(BIN)/python -c 'import jax, jaxlib, platform; from hoccl_jax import _native; \
+	print(f"Python tests passed on Python {platform.python_version()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}")'
+
+clean:
+	rm -rf build dist .venv .venv-*

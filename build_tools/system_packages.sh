@@ -1,0 +1,45 @@
+#!/bin/sh
+# Installs the Debian or Ubuntu packages that are missing for a task, and only those; does nothing when all are here.
+#
+#   system_packages.sh build <python>   a C++ compiler, and what the interpreter needs to make an environment and to build extensions
+#   system_packages.sh test             GoogleTest, libfabric, ip (network namespaces), Bazel
+set -eu
+
+missing=""
+need() { missing="$missing $1"; }
+has_header() { printf '#include <%s>\n' "$1" | c++ -E -x c++ - >/dev/null 2>&1; }
+
+case "$1" in
+  build)
+    command -v c++ >/dev/null || need g++
+    # Debian splits these two off the interpreter.
+    version=$("$2" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+    "$2" -c 'import ensurepip, venv' 2>/dev/null || need "$version-venv"
+    "$2" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+      need "$version-dev"
+    ;;
+  test)
+    has_header gtest/gtest.h || need libgtest-dev
+    has_header rdma/fabric.h || need libfabric-dev
+    command -v pkg-config >/dev/null || need pkg-config
+    command -v git >/dev/null || need git
+    PATH="$PATH:/usr/sbin:/sbin" command -v ip >/dev/null || need iproute2
+    command -v bazel >/dev/null || need bazel-bootstrap
+    ;;
+  *)
+    echo "usage: $0 build <python> | test" >&2
+    exit 2
+    ;;
+esac
+
+[ -n "$missing" ] || exit 0
+if ! command -v apt-get >/dev/null; then
+  echo "These packages of Debian, or what corresponds to them here, are missing:$missing" >&2
+  exit 1
+fi
+as_root=""
+[ "$(id -u)" = 0 ] || as_root=sudo
+echo "Installing system packages:$missing"
+$as_root apt-get update -qq
+# shellcheck disable=SC2086  # a list of words
+$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $missing >/dev/null
