@@ -1,0 +1,68 @@
+"""The main example: a short training run on hoccl_jax and on jax.lax gives one and the same loss curve."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+from typing import cast
+
+import pytest
+
+from examples import pipeline_training
+
+_SMALL = ["--layers=8", "--width=32", "--sequence=16", "--microbatches=3", "--microbatch=8", "--log_every=1"]
+_SCRIPT = str(pathlib.Path(pipeline_training.__file__))
+
+
+def train(*args: str) -> tuple[str, dict[str, list[float]]]:
+    """Runs the example; returns its output and each trainer's losses."""
+    completed = subprocess.run([sys.executable, _SCRIPT, *_SMALL, *args], capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    losses: dict[str, list[float]] = {}
+    for line in re.findall(r"step +\d+  loss (.*)", completed.stdout):
+        for name, loss in re.findall(r"(\w+) ([\d.]+)", line):
+            losses.setdefault(name, []).append(float(loss))
+    return completed.stdout, losses
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_both_collectives_give_the_same_curve(processes: int) -> None:
+    output, losses = train("--steps=12", f"--processes={processes}")
+    assert "identical bit for bit over 12 steps" in output
+    assert re.search(r"\| hoccl +\| +[\d.]+ +\| +[\d.]+ +\|", output)
+    assert len(losses["hoccl"]) == 12
+    assert losses["hoccl"] == losses["lax"]
+    assert losses["hoccl"][-1] < losses["hoccl"][0] - 0.5
+
+
+def test_stages_and_shards_do_not_change_what_is_learnt() -> None:
+    """One stage is plain data parallelism, so agreement says that the pipeline computes the model's loss and its gradients."""
+    _, flat = train("--steps=4", "--stages=1", "--collectives=hoccl")
+    _, deep = train("--steps=4", "--stages=4", "--collectives=hoccl")
+    assert flat["hoccl"] == pytest.approx(deep["hoccl"], abs=2e-5)
+
+
+class Diverging:
+    """A trainer with a fixed loss curve."""
+
+    def __init__(self, name: str, losses: list[float]):
+        self.name = name
+        self._losses = iter(losses)
+
+    def step(self, tokens: object) -> float:
+        return next(self._losses)
+
+
+@pytest.mark.parametrize("second", [1.0000000000000002, float("nan")])
+def test_a_difference_in_one_bit_ends_the_run(second: float) -> None:
+    trainers = cast("list[pipeline_training.Trainer]", [Diverging("hoccl", [2.0, 1.0, 0.5]), Diverging("lax", [2.0, second, 0.5])])
+    with pytest.raises(SystemExit, match="step 1: the losses differ"):
+        pipeline_training.train(trainers, iter(range(3)), steps=3, log_every=1, quiet=True)
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    completed = subprocess.run([sys.executable, _SCRIPT, "--layers=6"], capture_output=True, text=True, timeout=120, check=False)
+    assert completed.returncode != 0
+    assert "--layers is 6, it must be a multiple of 4" in completed.stdout + completed.stderr
