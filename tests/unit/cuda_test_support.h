@@ -1,0 +1,177 @@
+// What the tests of the CUDA layer share. They run on the fake driver; with HOCCL_TEST_CUDA_DRIVER=libcuda.so.1 they run on the driver and
+// GPUs of the machine, where tests that steer the fake are skipped.
+#ifndef HOCCL_TESTS_UNIT_CUDA_TEST_SUPPORT_H_
+#define HOCCL_TESTS_UNIT_CUDA_TEST_SUPPORT_H_
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/device/cuda/context.h"
+#include "csrc/device/cuda/driver.h"
+#include "csrc/device/cuda/pinned_memory.h"
+#include "csrc/device/cuda/stream.h"
+#include "csrc/device/cuda/virtual_memory.h"
+#include "tests/fake_cuda/control.h"
+
+namespace hoccl::cuda {
+
+#define ASSERT_OK(expression)                            \
+  do {                                                   \
+    const ::hoccl::Status ok_status = (expression);      \
+    ASSERT_TRUE(ok_status.ok()) << ok_status.ToString(); \
+  } while (false)
+
+#define EXPECT_OK(expression)                            \
+  do {                                                   \
+    const ::hoccl::Status ok_status = (expression);      \
+    EXPECT_TRUE(ok_status.ok()) << ok_status.ToString(); \
+  } while (false)
+
+// The value of a Result that must be one. Ends the program otherwise: there is nothing to go on with.
+template <typename T>
+T Must(Result<T> result) {
+  if (!result.ok()) {
+    ADD_FAILURE() << result.status().ToString();
+    std::abort();
+  }
+  return *std::move(result);
+}
+
+// The fake's control functions, null when the tests run on a real driver.
+struct FakeCuda {
+#define HOCCL_TEST_CONTROL(result, name, parameters) result(*name) parameters = nullptr;
+  FAKE_CUDA_CONTROLS(HOCCL_TEST_CONTROL)
+#undef HOCCL_TEST_CONTROL
+};
+
+inline bool OnFake() { return std::getenv("HOCCL_TEST_CUDA_DRIVER") == nullptr; }
+
+inline std::string DriverPath() { return OnFake() ? HOCCL_FAKE_CUDA : std::getenv("HOCCL_TEST_CUDA_DRIVER"); }
+
+inline const FakeCuda& Fake() {
+  static const FakeCuda fake = [] {
+    FakeCuda found;
+    void* library = OnFake() ? dlopen(HOCCL_FAKE_CUDA, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    if (library == nullptr) return found;
+#define HOCCL_TEST_CONTROL(result, name, parameters) found.name = reinterpret_cast<result(*) parameters>(dlsym(library, #name));
+    FAKE_CUDA_CONTROLS(HOCCL_TEST_CONTROL)
+#undef HOCCL_TEST_CONTROL
+    return found;
+  }();
+  return fake;
+}
+
+// Polls until `done` is true; false if it does not become so in 30 s, which is for ever in these tests.
+inline bool Eventually(const std::function<bool()>& done) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!done()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (OnFake()) Fake().fakeCudaReset();
+    driver_ = Must(LoadDriver(DriverPath()));
+  }
+
+  // Nothing may be left behind on the driver.
+  void TearDown() override {
+    if (!OnFake()) return;
+    Fake().fakeCudaReset();
+    for (const char* kind : {"contexts", "streams", "events", "reservations", "mappings", "handles"}) {
+      EXPECT_EQ(Fake().fakeCudaLive(kind), 0) << kind << " were left behind";
+    }
+  }
+
+  const Driver& driver() const { return *driver_; }
+  std::unique_ptr<CudaDevice> Attach(int ordinal) { return Must(CudaDevice::Attach(driver(), ordinal)); }
+
+  // Another device, or the same one again where there is only one.
+  std::unique_ptr<CudaDevice> AttachPeer() {
+    int count = 0;
+    EXPECT_OK(driver().DeviceGetCount(&count));
+    return Attach(count > 1 ? 1 : 0);
+  }
+
+ private:
+  const Driver* driver_ = nullptr;
+};
+
+// Tests that steer the fake.
+class FakeCudaTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    if (!OnFake()) GTEST_SKIP() << "needs the fake driver";
+    CudaTest::SetUp();
+  }
+};
+
+using Bytes = std::vector<uint8_t>;
+
+// Bytes that differ from place to place.
+inline Bytes Pattern(size_t bytes, uint8_t seed = 1) {
+  Bytes pattern(bytes);
+  uint32_t state = seed * 2654435761u + 1;
+  for (uint8_t& byte : pattern) byte = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> 24);
+  return pattern;
+}
+
+// Writes to and reads from memory that a device can reach, through pinned memory as one must.
+inline void Store(const CudaDevice& device, CUdeviceptr address, const Bytes& bytes) {
+  const auto pinned = Must(PinnedBuffer::Allocate(device, bytes.size()));
+  const auto stream = Must(CopyStream::Create(device));
+  std::memcpy(pinned->data(), bytes.data(), bytes.size());
+  ASSERT_OK(stream->Copy(address, pinned->device_address(), {.row_bytes = static_cast<int64_t>(bytes.size())}));
+  ASSERT_OK(stream->Synchronize());
+}
+
+inline Bytes Load(const CudaDevice& device, CUdeviceptr address, size_t count) {
+  const auto pinned = Must(PinnedBuffer::Allocate(device, count));
+  const auto stream = Must(CopyStream::Create(device));
+  EXPECT_OK(stream->Copy(pinned->device_address(), address, {.row_bytes = static_cast<int64_t>(count)}));
+  EXPECT_OK(stream->Synchronize());
+  Bytes bytes(count);
+  std::memcpy(bytes.data(), pinned->data(), count);
+  return bytes;
+}
+
+// A stream as a program has it: of normal priority, and able to wait for flags.
+class ProgramStream {
+ public:
+  explicit ProgramStream(const CudaDevice& device) : device_(device) {
+    ScopedContext scope(device_);
+    EXPECT_OK(device_.driver().StreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, 0));
+  }
+  ~ProgramStream() {
+    ScopedContext scope(device_);
+    EXPECT_OK(device_.driver().StreamDestroy(stream_));
+  }
+
+  StreamView view() const { return StreamView(device_, stream_); }
+  CUstream stream() const { return stream_; }
+
+ private:
+  const CudaDevice& device_;
+  CUstream stream_ = nullptr;
+};
+
+}  // namespace hoccl::cuda
+
+#endif  // HOCCL_TESTS_UNIT_CUDA_TEST_SUPPORT_H_
