@@ -29,8 +29,8 @@ struct Operation {
   std::string dtype = {};  // as the user sees it; only compared and printed
   int64_t item_bytes = 1;
   std::vector<int64_t> shape = {};
-  int split_axis = -1;   // kAllToAll: the axis cut into group_size blocks
-  int concat_axis = -1;  // kAllToAll and kAllGather: the axis along which the blocks are laid side by side
+  int split_axis = -1;                          // kAllToAll: the axis cut into group_size blocks
+  int concat_axis = -1;                         // kAllToAll and kAllGather: the axis along which the blocks are laid side by side
   std::vector<std::pair<int, int>> pairs = {};  // kPpermute, kPbroadcast, kSend, kRecv: (source rank, destination rank)
   Priority priority = Priority::kForeground;
 

@@ -1,0 +1,92 @@
+// Distribution of flows over rails and their interleaving.
+#include "csrc/sched/chunking.h"
+
+#include <algorithm>
+
+namespace hoccl {
+namespace {
+
+// Would staging beside this rail's NICs be on the flow's own source or destination?
+bool IsOwnRail(const Topology& topology, const Piece& flow, int rail) {
+  if (topology.RailHome(topology.node_of(flow.src), rail) == flow.src) return true;
+  return flow.dst >= 0 && topology.RailHome(topology.node_of(flow.dst), rail) == flow.dst;
+}
+
+class RailFiller {
+ public:
+  RailFiller(const Topology& topology, int first_rail, int rails_used, int64_t capacity)
+      : topology_(topology), first_rail_(first_rail), rails_used_(rails_used), pieces_(topology.rails()), room_(rails_used, capacity) {}
+
+  // Puts as much of the flow as fits on the rail it likes best, and returns the rest.
+  Piece PutOnOwn(const Piece& flow) {
+    int start = topology_.local_of(flow.src) + 1;
+    int choice = 0;
+    while (choice + 1 < rails_used_ && IsOwnRail(topology_, flow, Rail(start + choice))) ++choice;
+    return Put(flow, start + choice);
+  }
+
+  // Puts the flow wherever there is room. All flows together fit.
+  void PutAnywhere(Piece flow) {
+    for (int step = 0; step < rails_used_ && flow.bytes > 0; ++step) flow = Put(flow, topology_.local_of(flow.src) + 1 + step);
+  }
+
+  std::vector<std::vector<Piece>> TakePieces() { return std::move(pieces_); }
+
+ private:
+  int Rail(int choice) const { return (first_rail_ + choice % rails_used_) % topology_.rails(); }
+
+  Piece Put(Piece flow, int choice) {
+    int64_t& room = room_[choice % rails_used_];
+    int64_t bytes = std::min(flow.bytes, room);
+    if (bytes > 0) pieces_[Rail(choice)].push_back({flow.src, flow.dst, flow.offset, bytes});
+    room -= bytes;
+    flow.offset += bytes;
+    flow.bytes -= bytes;
+    return flow;
+  }
+
+  const Topology& topology_;
+  int first_rail_;
+  int rails_used_;
+  std::vector<std::vector<Piece>> pieces_;
+  std::vector<int64_t> room_;  // left on each used rail
+};
+
+}  // namespace
+
+std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
+  int64_t total = 0;
+  for (const Piece& flow : flows) total += flow.bytes;
+  int64_t quantum = kCutAlignment * rails_used;
+  RailFiller filler(topology, first_rail, rails_used, (total + quantum - 1) / quantum * kCutAlignment);
+  std::vector<Piece> rest;
+  for (const Piece& flow : flows) {
+    Piece left = filler.PutOnOwn(flow);
+    if (left.bytes > 0) rest.push_back(left);
+  }
+  for (const Piece& flow : rest) filler.PutAnywhere(flow);
+  return filler.TakePieces();
+}
+
+std::vector<Piece> Interleave(const std::vector<Piece>& pieces, int64_t chunk_bytes) {
+  struct Turn {
+    double at;  // position in the sequence, 0 to 1
+    Piece chunk;
+  };
+  std::vector<Turn> turns;
+  for (const Piece& piece : pieces) {
+    int64_t count = (piece.bytes + chunk_bytes - 1) / chunk_bytes;
+    for (int64_t c = 0; c < count; ++c) {
+      int64_t begin = c * chunk_bytes;
+      Piece chunk{piece.src, piece.dst, piece.offset + begin, std::min(chunk_bytes, piece.bytes - begin)};
+      turns.push_back({(static_cast<double>(c) + 0.5) / static_cast<double>(count), chunk});
+    }
+  }
+  std::ranges::stable_sort(turns, {}, &Turn::at);
+  std::vector<Piece> chunks;
+  chunks.reserve(turns.size());
+  for (const Turn& turn : turns) chunks.push_back(turn.chunk);
+  return chunks;
+}
+
+}  // namespace hoccl

@@ -1,0 +1,36 @@
+// From flows to chunks: which part of a flow takes which rail, and how the flows of a rail take turns.
+#ifndef HOCCL_SCHED_CHUNKING_H_
+#define HOCCL_SCHED_CHUNKING_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/sched/topology.h"
+
+namespace hoccl {
+
+// Bytes [offset, offset + bytes) of what rank `src` has for rank `dst`; `dst` is -1 where the bytes have several destinations.
+struct Piece {
+  int src = 0;
+  int dst = 0;
+  int64_t offset = 0;
+  int64_t bytes = 0;
+
+  friend bool operator==(const Piece&, const Piece&) = default;
+};
+
+// Distributes flows of one node, all for the same other node or all multicasts, evenly over `rails_used` rails beginning at `first_rail`:
+// result[rail] are the pieces that take that rail. A flow is cut only where its rail is full, at a multiple of kCutAlignment bytes. As long
+// as there is room, a flow takes a rail whose home devices are neither its source nor its destination.
+std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used);
+
+// Cuts are aligned so that copies stay fast.
+inline constexpr int64_t kCutAlignment = 512;
+
+// Cuts pieces into chunks of `chunk_bytes` (the last one of a piece may be smaller) in an order in which pieces take turns in proportion to
+// their sizes: chunk c of n comes at (c + 1/2) / n of the sequence.
+std::vector<Piece> Interleave(const std::vector<Piece>& pieces, int64_t chunk_bytes);
+
+}  // namespace hoccl
+
+#endif  // HOCCL_SCHED_CHUNKING_H_

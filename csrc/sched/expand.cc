@@ -1,0 +1,157 @@
+// From plans to steps: one-to-one traffic. Multicasts are in expand_multicast.cc.
+#include <algorithm>
+#include <unordered_map>
+
+#include "csrc/sched/expand_multicast.h"
+#include "csrc/sched/program.h"
+#include "csrc/sched/sequencer.h"
+
+namespace hoccl {
+namespace {
+
+constexpr int kAllNodes = -1;
+
+// What one node has for another on one rail, and how far it has got.
+struct Lane {
+  std::vector<Piece> chunks;
+  size_t next = 0;
+  int64_t bytes = 0;
+  int64_t sent = 0;
+};
+
+class MatrixExpansion {
+ public:
+  MatrixExpansion(const Plan& plan, int node)
+      : plan_(plan),
+        node_(node),
+        sequencer_(plan),
+        next_direct_(plan.topology.nodes()),
+        sends_(static_cast<size_t>(plan.topology.nodes()) * plan.topology.rails()) {}
+
+  Program Run() {
+    AddOwn();
+    int stages = static_cast<int>(plan_.stages.size());
+    for (const std::vector<DirectStage>& direct : plan_.direct) {
+      if (!direct.empty()) stages = std::max(stages, direct.back().stage + 1);
+    }
+    for (int stage = 0; stage < stages; ++stage) {
+      if (stage < static_cast<int>(plan_.stages.size())) {
+        for (const Transfer& transfer : plan_.stages[stage].transfers) AddTransfer(stage, transfer);
+      }
+      for (int node = 0; node < plan_.topology.nodes(); ++node) AddDirect(stage, node);
+      sequencer_.EndStage();
+    }
+    return sequencer_.TakeProgram();
+  }
+
+ private:
+  bool Sees(int node) const { return node_ == kAllNodes || node_ == node; }
+
+  void AddOwn() {
+    for (int rank = 0; rank < plan_.topology.ranks(); ++rank) {
+      int64_t bytes = plan_.traffic->at(rank, rank);
+      if (bytes == 0 || !Sees(plan_.topology.node_of(rank))) continue;
+      sequencer_.Add(0, {Leg::kOwn, 0, -1, rank, rank, 0, bytes, {Buffer::kOperand, rank}, {Buffer::kResult, rank}});
+    }
+    sequencer_.EndStage();
+  }
+
+  void AddDirect(int stage, int node) {
+    const std::vector<DirectStage>& direct = plan_.direct[node];
+    for (size_t& next = next_direct_[node]; next < direct.size() && direct[next].stage == stage; ++next) {
+      if (!Sees(node)) continue;
+      for (const Piece& piece : direct[next].pieces) {
+        int64_t turn = 0;
+        for (const Piece& chunk : Interleave({piece}, plan_.chunk_bytes)) {
+          sequencer_.Add(turn++, {Leg::kDirect,
+                                  stage,
+                                  -1,
+                                  chunk.src,
+                                  chunk.dst,
+                                  chunk.offset,
+                                  chunk.bytes,
+                                  {Buffer::kOperand, chunk.src},
+                                  {Buffer::kResult, chunk.dst}});
+        }
+      }
+    }
+  }
+
+  // Takes each rail's chunks whose middle lies before the transfer's end.
+  void AddTransfer(int stage, const Transfer& transfer) {
+    if (!Sees(transfer.src_node) && !Sees(transfer.dst_node)) return;
+    std::vector<Lane>& lanes = LanesOf(transfer.src_node, transfer.dst_node);
+    double total = 0;
+    for (const Lane& lane : lanes) total += static_cast<double>(lane.bytes);
+    double share = static_cast<double>(transfer.end) / total;
+    for (int rail = 0; rail < plan_.topology.rails(); ++rail) {
+      Lane& lane = lanes[rail];
+      double end = share * static_cast<double>(lane.bytes);
+      for (int turn = 0; lane.next < lane.chunks.size(); ++turn) {
+        const Piece& chunk = lane.chunks[lane.next];
+        if (static_cast<double>(lane.sent) + static_cast<double>(chunk.bytes) / 2 > end) break;
+        AddChunk(stage, rail, turn, chunk);
+        lane.sent += chunk.bytes;
+        ++lane.next;
+      }
+    }
+  }
+
+  void AddChunk(int stage, int rail, int turn, const Piece& chunk) {
+    int src_node = plan_.topology.node_of(chunk.src), dst_node = plan_.topology.node_of(chunk.dst);
+    Place send{Buffer::kSendSlot, plan_.topology.StagingRank(chunk.src, rail), -1};
+    if (Sees(src_node)) send.slot = sends_[static_cast<size_t>(src_node) * plan_.topology.rails() + rail]++ % plan_.slots;
+    // Stages take turns with the halves of the receiver's slots, so that senders need not know what others sent before them.
+    int half = plan_.slots / 2;
+    Place receive{Buffer::kReceiveSlot, plan_.topology.StagingRank(chunk.dst, rail), stage % 2 * half + turn % half};
+    Step step{Leg::kStageIn, stage, rail, chunk.src, chunk.dst, chunk.offset, chunk.bytes, {Buffer::kOperand, chunk.src}, send};
+    if (Sees(src_node)) sequencer_.Add(turn, step);
+    step.leg = Leg::kWrite;
+    step.from = send;
+    step.to = receive;
+    sequencer_.Add(turn, step);
+    step.leg = Leg::kStageOut;
+    step.from = receive;
+    step.to = {Buffer::kResult, chunk.dst};
+    if (Sees(dst_node)) sequencer_.Add(turn, step);
+  }
+
+  std::vector<Lane>& LanesOf(int src_node, int dst_node) {
+    int64_t key = int64_t{src_node} * plan_.topology.nodes() + dst_node;
+    auto [entry, is_new] = lanes_.try_emplace(key);
+    if (!is_new) return entry->second;
+    std::vector<Piece> flows;
+    int64_t bytes = 0;
+    for (int src : plan_.topology.ranks_of(src_node)) {
+      for (int dst : plan_.topology.ranks_of(dst_node)) {
+        if (plan_.traffic->at(src, dst) > 0) flows.push_back({src, dst, 0, plan_.traffic->at(src, dst)});
+        bytes += plan_.traffic->at(src, dst);
+      }
+    }
+    for (const std::vector<Piece>& pieces :
+         BalanceRails(plan_.topology, flows, plan_.FirstRail(src_node, dst_node), plan_.RailsUsed(bytes))) {
+      Lane lane{Interleave(pieces, plan_.chunk_bytes)};
+      for (const Piece& piece : pieces) lane.bytes += piece.bytes;
+      entry->second.push_back(std::move(lane));
+    }
+    return entry->second;
+  }
+
+  const Plan& plan_;
+  int node_;
+  Sequencer sequencer_;
+  std::unordered_map<int64_t, std::vector<Lane>> lanes_;  // by pair of nodes
+  std::vector<size_t> next_direct_;                       // of each node
+  std::vector<int> sends_;                                // chunks staged so far, of each node and rail
+};
+
+}  // namespace
+
+Program Expand(const Plan& plan) { return ExpandNode(plan, kAllNodes); }
+
+Program ExpandNode(const Plan& plan, int node) {
+  if (!plan.traffic->multicasts.empty()) return ExpandMulticasts(plan, node);
+  return MatrixExpansion(plan, node).Run();
+}
+
+}  // namespace hoccl

@@ -1,0 +1,263 @@
+// The planner: node-to-node demands, their stages, copies within nodes beside them, and the pattern of multicasts.
+#include "csrc/sched/planner.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "csrc/sched/birkhoff.h"
+#include "csrc/sched/multicast.h"
+
+namespace hoccl {
+namespace {
+
+// Chunks are small enough that the busiest port has this many, and large enough that starting a copy costs little.
+constexpr int64_t kChunksOfBusiestPort = 32;
+constexpr int64_t kLeastChunk = int64_t{128} << 10;
+constexpr int64_t kLeastSlot = int64_t{4} << 10;
+constexpr int kMostSlots = 64;
+// A write of this many bytes takes a NIC a few times as long as starting it.
+constexpr int64_t kRailCutBytes = int64_t{32} << 10;
+
+// What nodes have for each other, n x n.
+struct NodeDemand {
+  std::vector<int64_t> bytes;
+  // Time that it takes the pair, in bytes of one rail: of its NICs, or of its busiest device's link.
+  std::vector<int64_t> weight;
+};
+
+NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic) {
+  int n = topology.nodes();
+  double link_share = topology.speeds().nic / topology.speeds().nvlink;
+  NodeDemand demand{std::vector<int64_t>(static_cast<size_t>(n) * n), std::vector<int64_t>(static_cast<size_t>(n) * n)};
+  std::vector<int64_t> to_node(n), to_rank(topology.ranks()), busiest(n);
+  for (int node = 0; node < n; ++node) {
+    std::ranges::fill(to_rank, 0);
+    std::ranges::fill(busiest, 0);
+    int64_t* bytes = &demand.bytes[static_cast<size_t>(node) * n];
+    for (int src : topology.ranks_of(node)) {
+      std::ranges::fill(to_node, 0);
+      for (int dst = 0; dst < topology.ranks(); ++dst) {
+        to_node[topology.node_of(dst)] += traffic.at(src, dst);
+        to_rank[dst] += traffic.at(src, dst);
+      }
+      for (int other = 0; other < n; ++other) {
+        bytes[other] += to_node[other];
+        busiest[other] = std::max(busiest[other], to_node[other]);
+      }
+    }
+    for (int dst = 0; dst < topology.ranks(); ++dst)
+      busiest[topology.node_of(dst)] = std::max(busiest[topology.node_of(dst)], to_rank[dst]);
+    for (int other = 0; other < n; ++other) {
+      if (other == node) continue;
+      int64_t nics = (bytes[other] + topology.rails() - 1) / topology.rails();
+      demand.weight[static_cast<size_t>(node) * n + other] =
+          std::max(nics, static_cast<int64_t>(link_share * static_cast<double>(busiest[other])));
+    }
+  }
+  return demand;
+}
+
+// What the devices of a node have for each other.
+std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node) {
+  std::vector<int64_t> demand;
+  for (int src : topology.ranks_of(node)) {
+    for (int dst : topology.ranks_of(node)) demand.push_back(src == dst ? 0 : traffic.at(src, dst));
+  }
+  return demand;
+}
+
+int64_t ChunkFor(int64_t busiest_port_bytes, const PlanOptions& options) {
+  auto wanted = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(busiest_port_bytes / kChunksOfBusiestPort)));
+  return std::min(std::max(wanted, kLeastChunk), options.chunk_bytes);
+}
+
+int SlotsFor(int64_t chunk_bytes, const PlanOptions& options) {
+  return static_cast<int>(std::clamp<int64_t>(options.staging_bytes / chunk_bytes, 2, kMostSlots)) & ~1;
+}
+
+void PlanBetweenNodes(const NodeDemand& demand, double error, Plan* plan) {
+  int n = plan->topology.nodes();
+  for (const Matching& matching : Decompose(n, demand.weight, error)) {
+    Stage stage{static_cast<double>(matching.length) / plan->topology.speeds().nic, {}};
+    stage.transfers.reserve(matching.matches.size());
+    for (const Match& match : matching.matches) {
+      size_t pair = static_cast<size_t>(match.row) * n + match.column;
+      double share = static_cast<double>(match.served) / static_cast<double>(demand.weight[pair]);
+      bool last = match.served == demand.weight[pair];
+      int64_t end = last ? demand.bytes[pair] : static_cast<int64_t>(share * static_cast<double>(demand.bytes[pair]));
+      stage.transfers.push_back({match.row, match.column, end});
+    }
+    plan->stages.push_back(std::move(stage));
+  }
+}
+
+// The link time that forwarding leaves to each node's devices in each stage, summed up over the stages: result[node][stage].
+std::vector<std::vector<double>> SlackTimelines(const Plan& plan) {
+  int n = plan.topology.nodes();
+  std::vector<std::vector<double>> slack(n, std::vector<double>(plan.stages.size()));
+  std::vector<int64_t> before(static_cast<size_t>(n) * n);
+  for (size_t s = 0; s < plan.stages.size(); ++s) {
+    for (int node = 0; node < n; ++node) slack[node][s] = plan.stages[s].seconds;
+    for (const Transfer& t : plan.stages[s].transfers) {
+      int64_t& moved = before[static_cast<size_t>(t.src_node) * n + t.dst_node];
+      double seconds = static_cast<double>(t.end - moved) / plan.topology.speeds().nvlink;
+      moved = t.end;
+      for (int node : {t.src_node, t.dst_node}) slack[node][s] -= seconds / static_cast<double>(plan.topology.ranks_of(node).size());
+    }
+  }
+  for (std::vector<double>& timeline : slack) {
+    double sum = 0;
+    for (double& seconds : timeline) seconds = sum += std::max(seconds, 0.0);
+  }
+  return slack;
+}
+
+// Part of a matching: what it moves between `begin` and `end` bytes after its start.
+std::vector<Piece> PiecesBetween(const Matching& matching, const std::vector<int>& ranks, const std::vector<int64_t>& before, int64_t begin,
+                                 int64_t end) {
+  std::vector<Piece> pieces;
+  for (const Match& match : matching.matches) {
+    int64_t first = before[match.row * ranks.size() + match.column] + begin;
+    int64_t bytes = std::min(match.served - first, end - begin);
+    if (bytes > 0) pieces.push_back({ranks[match.row], ranks[match.column], first, bytes});
+  }
+  return pieces;
+}
+
+// Spreads a node's matchings over the stages, cut as finely as there are stages, in proportion to the slack. Without slack or stages each
+// matching is a stage.
+std::vector<DirectStage> SpreadDirect(const std::vector<Matching>& matchings, const std::vector<int>& ranks,
+                                      const std::vector<double>& slack, int64_t chunk_bytes) {
+  std::vector<DirectStage> direct;
+  std::vector<int64_t> before(ranks.size() * ranks.size());
+  int64_t total = 0, begun = 0;
+  for (const Matching& matching : matchings) total += matching.length;
+  bool spread = !slack.empty() && slack.back() > 0;
+  int64_t cut = spread ? total / static_cast<int64_t>(slack.size()) / chunk_bytes * chunk_bytes + chunk_bytes : total;
+  for (size_t m = 0; m < matchings.size(); ++m) {
+    for (int64_t begin = 0; begin < matchings[m].length; begin += cut) {
+      int64_t end = std::min(begin + cut, matchings[m].length);
+      auto stage = static_cast<int>(m);
+      if (spread) {
+        double middle = (static_cast<double>(begun + begin) + static_cast<double>(end - begin) / 2) / static_cast<double>(total);
+        stage = static_cast<int>(std::ranges::lower_bound(slack, middle * slack.back()) - slack.begin());
+      }
+      direct.push_back({stage, PiecesBetween(matchings[m], ranks, before, begin, end)});
+    }
+    begun += matchings[m].length;
+    for (const Match& match : matchings[m].matches) before[match.row * ranks.size() + match.column] = match.served;
+  }
+  return direct;
+}
+
+void PlanMatrix(const PlanOptions& options, Plan* plan) {
+  const Topology& topology = plan->topology;
+  NodeDemand demand = DemandOfNodes(topology, *plan->traffic);
+  std::vector<std::vector<int64_t>> devices;
+  int64_t busiest_link = 0;
+  for (int node = 0; node < topology.nodes(); ++node) {
+    devices.push_back(DemandOfDevices(topology, *plan->traffic, node));
+    busiest_link = std::max(busiest_link, LargestSum(static_cast<int>(topology.ranks_of(node).size()), devices.back()));
+  }
+  int64_t busiest_nic = LargestSum(topology.nodes(), demand.weight);
+  plan->chunk_bytes = ChunkFor(busiest_nic > 0 ? busiest_nic : busiest_link, options);
+  plan->slots = SlotsFor(plan->chunk_bytes, options);
+  PlanBetweenNodes(demand, options.error, plan);
+  plan->direct.resize(topology.nodes());
+  if (busiest_link == 0) return;
+  std::vector<std::vector<double>> slack = SlackTimelines(*plan);
+  for (int node = 0; node < topology.nodes(); ++node) {
+    const std::vector<int>& ranks = topology.ranks_of(node);
+    std::vector<Matching> matchings = Decompose(static_cast<int>(ranks.size()), devices[node], options.error);
+    plan->direct[node] = SpreadDirect(matchings, ranks, slack[node], plan->chunk_bytes);
+  }
+}
+
+// The nodes that send or receive blocks of other nodes.
+std::vector<int> TakingPart(const Topology& topology, const Traffic& traffic, const std::vector<std::vector<Piece>>& blocks) {
+  std::vector<bool> takes(topology.nodes());
+  for (const Multicast& multicast : traffic.multicasts) {
+    int home = topology.node_of(multicast.src);
+    if (blocks[home].empty()) continue;
+    for (int node = 0; node < topology.nodes(); ++node) {
+      if (node != home && !DestinationsOn(multicast, topology, node).empty()) takes[node] = takes[home] = true;
+    }
+  }
+  std::vector<int> nodes;
+  for (int node = 0; node < topology.nodes(); ++node) {
+    if (takes[node]) nodes.push_back(node);
+  }
+  return nodes;
+}
+
+// Doubling keeps all blocks of other nodes in the slots until its last stage. True if they fit; then the slots are sized for it.
+bool FitDoubling(const PlanOptions& options, const std::vector<std::vector<Piece>>& blocks, Plan* plan) {
+  int64_t largest = 0;
+  for (const std::vector<Piece>& of_node : blocks) {
+    for (const Piece& block : of_node) largest = std::max(largest, block.bytes);
+  }
+  Plan doubling = *plan;
+  auto slot = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(largest)));
+  doubling.chunk_bytes = std::min(std::max(slot, kLeastSlot), plan->chunk_bytes);
+  int64_t chunks = MostChunks(doubling, blocks);
+  int64_t slots = chunks * static_cast<int64_t>(plan->multicast.nodes.size() - 1);
+  if (slots * doubling.chunk_bytes > options.staging_bytes) return false;
+  plan->chunk_bytes = doubling.chunk_bytes;
+  plan->slots = static_cast<int>(slots + slots % 2);
+  plan->multicast.pattern = Pattern::kDoubling;
+  plan->multicast.chunks_per_round = static_cast<int>(chunks);
+  plan->multicast.rounds = 1;
+  return true;
+}
+
+void PlanMulticasts(const PlanOptions& options, Plan* plan) {
+  std::vector<std::vector<Piece>> blocks = LeavingBlocks(*plan->traffic, plan->topology);
+  plan->multicast.nodes = TakingPart(plan->topology, *plan->traffic, blocks);
+  auto nodes = static_cast<int64_t>(plan->multicast.nodes.size());
+  int64_t largest_block = 0, most_of_node = 0;
+  for (const Multicast& multicast : plan->traffic->multicasts) largest_block = std::max(largest_block, multicast.bytes);
+  for (const std::vector<Piece>& of_node : blocks) {
+    int64_t bytes = 0;
+    for (const Piece& block : of_node) bytes += block.bytes;
+    most_of_node = std::max(most_of_node, bytes / plan->topology.rails());
+  }
+  // A node can pass on a chunk only when it has all of it, so there are several chunks of each node in the ring.
+  int64_t busiest = nodes < 2 ? largest_block : std::min(most_of_node * (nodes - 1), most_of_node * (kChunksOfBusiestPort / 4));
+  plan->chunk_bytes = ChunkFor(busiest, options);
+  plan->slots = SlotsFor(plan->chunk_bytes, options);
+  if (nodes < 2 || (nodes > 2 && FitDoubling(options, blocks, plan))) return;
+  plan->multicast.pattern = Pattern::kRing;
+  plan->multicast.chunks_per_round = plan->slots / 2;
+  plan->multicast.rounds = (MostChunks(*plan, blocks) + plan->multicast.chunks_per_round - 1) / plan->multicast.chunks_per_round;
+}
+
+}  // namespace
+
+Result<Plan> PlanTraffic(const Topology& topology, std::shared_ptr<const Traffic> traffic, const PlanOptions& options) {
+  HOCCL_RETURN_IF_ERROR(traffic->Validate());
+  if (traffic->ranks != topology.ranks()) {
+    return InvalidArgument("traffic of " + std::to_string(traffic->ranks) + " ranks for a topology of " + std::to_string(topology.ranks()));
+  }
+  if (options.chunk_bytes < kCutAlignment || options.staging_bytes < 2 * options.chunk_bytes || !(options.error > 0)) {
+    return InvalidArgument("plan options: wanted chunks of at least " + std::to_string(kCutAlignment) +
+                           " bytes, staging for two of them, and a positive error");
+  }
+  Plan plan{.topology = topology, .traffic = std::move(traffic), .rail_cut_bytes = kRailCutBytes};
+  if (plan.traffic->multicasts.empty()) {
+    PlanMatrix(options, &plan);
+  } else {
+    PlanMulticasts(options, &plan);
+  }
+  return plan;
+}
+
+Result<Plan> PlanOperation(const Topology& topology, const Operation& operation, const PlanOptions& options) {
+  Result<Traffic> traffic = TrafficOf(operation);
+  if (!traffic.ok()) return traffic.status();
+  return PlanTraffic(topology, std::make_shared<const Traffic>(*std::move(traffic)), options);
+}
+
+}  // namespace hoccl
