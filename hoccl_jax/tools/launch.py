@@ -189,7 +189,8 @@ class Ranks:
       env: variables on top of this process's environment.
       echo: gets all output as it comes, e.g. `prefixed(sys.stdout.buffer)`; None collects it silently.
       join_job: False leaves `jax.distributed.initialize` to the program, which finds its three arguments in the environment:
-        JAX_COORDINATOR_ADDRESS, HOCCL_LAUNCH_WORLD and HOCCL_LAUNCH_RANK (set in any case).
+        JAX_COORDINATOR_ADDRESS, HOCCL_LAUNCH_WORLD and HOCCL_LAUNCH_RANK (set in any case). A job of one rank has nobody to join: it runs
+        as the program alone would.
       coordinator: `host:port` of rank 0 in a job over several hosts; None takes a free port of the loopback interface.
       first_rank, world: this launcher's first rank, and the number of ranks in the whole job (None: the last one is started here).
       heartbeat_timeout_s: seconds without a sign of life after which JAX's coordination service gives a process up.
@@ -220,7 +221,7 @@ class Ranks:
         lifeline, self._lifeline = os.pipe()
         # By path and with -P: the child's module search path is what the program would see, wherever this package lies.
         argv = [sys.executable, "-P", str(pathlib.Path(__file__).with_name("_rank.py")), f"--lifeline={lifeline}"]
-        if join_job:
+        if join_job and world > 1:
             argv += [f"--coordinator={coordinator}", f"--world={world}", f"--heartbeat-timeout-s={heartbeat_timeout_s}"]
         self._ended: queue.Queue[int] = queue.Queue()
         self._processes: dict[int, _Process] = {}
