@@ -27,6 +27,7 @@ struct LocalPost {
   int rank = 0;
   bool posted = false;
   bool finished = false;
+  bool ended = false;  // the same as finished, for the caller to look at without the mutex (atomic_ref)
   bool caller_present = false;  // the thread that posts is still inside Post and takes the outcome itself
   Status outcome;
   Sides sides;

@@ -1,6 +1,9 @@
 #include "csrc/comm/rendezvous.h"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "csrc/device/host/host_copy.h"
@@ -11,6 +14,16 @@ namespace {
 // How long a failed operation waits for a live process to stop reading its operand before it cuts that process off.
 constexpr std::chrono::seconds kGrace{5};
 constexpr int kLargestGroup = 1 << 16;
+// The other ranks of a small operation mostly come within this time, and then the program goes on in the same thread, which saves waking its lane.
+// A bound this short can't deadlock anything.
+constexpr std::chrono::microseconds kLinger{20};
+constexpr int64_t kLingerBytes = 64 << 10;
+
+// Gives other threads the core until the post has ended, or kLinger has passed.
+void Linger(LocalPost* post) {
+  const Clock::time_point until = Clock::now() + kLinger;
+  while (!std::atomic_ref(post->ended).load(std::memory_order_acquire) && Clock::now() < until) ::sched_yield();
+}
 
 bool IsPaired(Kind kind) { return kind == Kind::kSend || kind == Kind::kRecv; }
 
@@ -81,6 +94,7 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
     Enter(meeting, post, request, actions);
   }
   Perform(actions);
+  if (plan.call->operation.OperandBytes() <= kLingerBytes) Linger(post);
   std::lock_guard lock(mutex_);
   post->caller_present = false;
   if (!post->finished) return false;
@@ -198,7 +212,7 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
   if (meeting->failed()) {
     if (post->sides.sends) Announce(post, MessageType::kWithdrawn, actions);
     if (post->segment >= 0) services_.segment->Release(post->segment);
-    post->finished = true;
+    post->finished = post->ended = true;
     post->outcome = meeting->failure;
     return;
   }
@@ -342,6 +356,7 @@ void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
   post->outcome = meeting->failure;
   RemoveWaiting(post);
   if (post->segment >= 0) services_.segment->Release(post->segment);
+  std::atomic_ref(post->ended).store(true, std::memory_order_release);
   if (post->caller_present) return;  // Post itself reports and counts it
   actions->notices.push_back({post->lane, post->completion, std::move(post->outcome)});
   --meeting->unfinished_posts;
