@@ -1,0 +1,26 @@
+"""Zero-SM collective communication for JAX: copy engines and NICs move the data, the SMs keep computing."""
+
+from importlib import metadata as _metadata
+
+from hoccl_jax.collectives import all_gather, all_to_all, pbroadcast, ppermute, precv, psend, pshuffle
+from hoccl_jax.runtime import init, reset_stats, shutdown, stats, topology
+
+try:
+    __version__ = _metadata.version("hoccl-jax")
+except _metadata.PackageNotFoundError:  # run from a source tree that isn't installed
+    __version__ = "0+source"
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "init",
+    "pbroadcast",
+    "ppermute",
+    "precv",
+    "psend",
+    "pshuffle",
+    "reset_stats",
+    "shutdown",
+    "stats",
+    "topology",
+]

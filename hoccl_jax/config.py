@@ -1,0 +1,131 @@
+"""Every setting of hoccl_jax: one typed field each, set by its HOCCL_* environment variable. `python -m hoccl_jax.config` prints docs/settings.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T", bool, int, float, str)
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered not in _TRUE + _FALSE:
+        raise ValueError("a boolean: 1, true, yes, on, or 0, false, no, off")
+    return lowered in _TRUE
+
+
+def _integer(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise ValueError(f"an integer of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise ValueError("a positive number of seconds")
+    return value
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.strip().lower() not in choices:
+            raise ValueError("one of " + ", ".join(choices))
+        return text.strip().lower()
+
+    return parse
+
+
+def _setting(variable: str, default: T, parse: Callable[[str], T], doc: str) -> T:
+    """A field with its variable, its parser (whose ValueError says what the variable wants) and its line in docs/settings.md."""
+    return typing.cast(T, dataclasses.field(default=default, metadata={"variable": variable, "parse": parse, "doc": doc}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of this process. Those that the engine reads are taken when it starts, `disable` at each call."""
+
+    timeout_s: float = _setting(
+        "HOCCL_TIMEOUT_S",
+        300.0,
+        _positive_seconds,
+        "Seconds after which anything that waits (for a peer's operation, for a process to start) becomes an error that says for whom it waited.",
+    )
+    disable: bool = _setting("HOCCL_DISABLE", False, _boolean, "Run every function as its `jax.lax` twin.")
+    copy_threads: int = _setting("HOCCL_COPY_THREADS", 0, _integer(0), "Threads that copy for CPU devices; 0 lets the engine choose by the cores it may use.")
+    chunk_bytes: int = _setting("HOCCL_CHUNK_BYTES", 256 << 10, _integer(1), "Bytes a copying thread or copy engine moves before other work may come in between.")
+    inline_bytes: int = _setting(
+        "HOCCL_INLINE_BYTES", 32 << 10, _integer(0), "Copies of at most this many bytes are done by the thread that posts the operation, without a hand-over."
+    )
+    cross_memory: Literal["auto", "on", "off"] = typing.cast(
+        Literal["auto", "on", "off"],
+        _setting(
+            "HOCCL_CROSS_MEMORY",
+            "auto",
+            _one_of("auto", "on", "off"),
+            "Read the memory of other processes of the host directly (process_vm_readv): `auto` where the kernel allows it, `on` makes it an error "
+            "where not, `off` uses shared memory.",
+        ),
+    )
+    huge_pages: bool = _setting("HOCCL_HUGE_PAGES", True, _boolean, "Ask the kernel for huge pages under large result buffers on CPU devices.")
+    log_level: str = _setting(
+        "HOCCL_LOG_LEVEL", "warning", _one_of("debug", "info", "warning", "error", "critical"), "Level of the Python logger `hoccl_jax`."
+    )
+    node_id: str = _setting("HOCCL_NODE_ID", "", str, "Processes with the same text count as one host; empty: the boot id of the machine decides.")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Reads the settings from `environ` (default: the process's environment).
+
+        Raises ValueError naming the variable, what it holds and what it wants.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            variable = field.metadata["variable"]
+            if variable not in environ:
+                continue
+            try:
+                values[field.name] = field.metadata["parse"](environ[variable])
+            except ValueError as error:
+                raise ValueError(f"{variable}={environ[variable]!r}: wanted {error}") from None
+        return cls(**values)
+
+
+def settings_page() -> str:
+    """The text of docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Environment variables that hoccl_jax reads. This page is printed by `python -m hoccl_jax.config`.",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
+    for field in dataclasses.fields(Config):
+        default = int(field.default) if isinstance(field.default, bool) else field.default
+        shown = f"`{default:g}`" if isinstance(default, float) else f"`{default}`" if default != "" else "(empty)"
+        lines.append(f"| `{field.metadata['variable']}` | {shown} | {field.metadata['doc']} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")

@@ -1,0 +1,279 @@
+"""The JAX primitives of hoccl_jax and their rules.
+
+Each primitive has a **twin**: the primitive of `jax.lax` with the same meaning, whose parameters it takes, plus `priority`. The rules for
+types, effects, transposition and batching are the twin's own, run under a trace that binds our primitives in place of twins; so results
+and errors are those of the installed jax.lax by construction. Only the lowering is ours: one custom call (docs/design.md lists its
+attributes) on the platforms that the engine serves, the twin elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax._src import core
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.lax import parallel
+from jax._src.lib.mlir.dialects import hlo
+from jax._src.mesh import Mesh
+from jax.extend.core import Primitive
+
+from hoccl_jax import runtime
+
+TARGET = "hoccl_collective"
+PLATFORMS = ("cpu", "cuda")
+PRIORITIES = {"foreground": 0, "background": 1}
+
+Params = dict[str, Any]
+Groups = Sequence[Sequence[int]]  # partition indices of the mesh (not device ids), group after group, in rank order
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a primitive asks of the engine for one operand: the attributes of the custom call that depend on the kind."""
+
+    shape: tuple[int, ...]
+    split_axis: int = -1
+    concat_axis: int = -1
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A row of the table that drives everything below. `form` takes (ctx, groups, shape, twin's parameters)."""
+
+    kind: str
+    twin: Primitive
+    form: Callable[[Any, Groups, tuple[int, ...], Params], Form]
+    differentiable: bool = True
+
+    @property
+    def one_sided(self) -> bool:
+        """A send or a receive: one operand or result is a token."""
+        return self.kind in ("send", "recv")
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.kind not in ("all_gather", "all_to_all")
+
+
+class Redirect(core.Trace):
+    """While it is the current trace, binding a twin binds our primitive; anything else goes through to the trace around it."""
+
+    def __init__(self, around: core.Trace, priority: str):
+        super().__init__()
+        self._around = around
+        self._priority = priority
+
+    def process_primitive(self, primitive: Primitive, tracers: Any, params: Params, /) -> Any:
+        with core.set_current_trace(self._around):
+            ours = PRIMITIVES.get(primitive)
+            if ours is None:
+                return primitive.bind(*tracers, **params)
+            return ours.bind(*tracers, priority=self._priority, **params)
+
+
+def redirected(function: Callable[..., Any], priority: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls `function`, made of `jax.lax` primitives, with our collectives in place of theirs."""
+    with core.take_current_trace() as around, core.set_current_trace(Redirect(around or core.eval_trace, priority)):
+        return function(*args, **kwargs)
+
+
+# The forms. An untiled gather is the tiled one of a shape with a dimension of size 1 inserted. jax.lax brings untiled all-to-alls into tiled
+# form before it binds.
+
+
+def _gather_form(_ctx: Any, _groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+    axis = params["all_gather_dimension"]
+    return Form(shape if params["tiled"] else (*shape[:axis], 1, *shape[axis:]), concat_axis=axis)
+
+
+def _all_to_all_form(_ctx: Any, _groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+    return Form(shape, split_axis=params["split_axis"], concat_axis=params["concat_axis"])
+
+
+def _permute_form(ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+    # How jax.lax reads `perm` over several axes differs between its versions, so it is asked: it gives partition indices, groups first.
+    perm = params["perm"]
+    partitions, _ = parallel._pcollectives_lowering_common(ctx, axis_name=params["axis_name"], perm=perm, op_name="ppermute")
+    rank = {partition: rank for rank, partition in enumerate(groups[0])}
+    return Form(shape, pairs=tuple((rank[int(src)], rank[int(dst)]) for src, dst in partitions[: len(perm)]))
+
+
+def _broadcast_form(_ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+    size = len(groups[0])
+    source = range(size)[params["source"]]
+    return Form(shape, pairs=tuple((source, rank) for rank in range(size)))
+
+
+COLLECTIVES = (
+    Collective("all_gather", parallel.all_gather_p, _gather_form),
+    Collective("all_gather", parallel.all_gather_invariant_p, _gather_form),
+    Collective("all_gather", parallel.all_gather_reduced_p, _gather_form),
+    Collective("all_to_all", parallel.all_to_all_p, _all_to_all_form),
+    Collective("ppermute", parallel.ppermute_p, _permute_form),
+    Collective("pbroadcast", parallel.pbroadcast_p, _broadcast_form),
+    Collective("send", parallel.psend_p, _permute_form, differentiable=False),
+    Collective("recv", parallel.precv_p, _permute_form, differentiable=False),
+)
+
+PRIMITIVES: dict[Primitive, Primitive] = {}
+"""Twin -> ours."""
+
+
+def _define(collective: Collective) -> Primitive:
+    twin = collective.twin
+    primitive = Primitive(f"hoccl_{twin.name}")
+    primitive.def_impl(lambda *args, priority, **params: twin.impl(*args, **params))
+    primitive.def_effectful_abstract_eval(lambda *avals, priority, **params: twin.abstract_eval(*avals, **params))
+    if collective.differentiable:
+        ad.deflinear2(primitive, partial(_transpose, collective))
+    batching.fancy_primitive_batchers[primitive] = partial(_batch, collective)
+    for platform in PLATFORMS:
+        # Not cacheable: two equal calls are two call sites.
+        mlir.register_lowering(primitive, partial(_lower, collective, platform), platform=platform, cacheable=False)
+    mlir.register_lowering(primitive, partial(_lower_twin, twin), cacheable=False)
+    return primitive
+
+
+def _transpose(collective: Collective, cotangent: Any, operand: Any, *, priority: str, **params: Any) -> Any:
+    if collective.kind == "all_to_all":
+        # In tiled form whatever `tiled` says; jax.lax's rule takes its own primitive for the public function.
+        params = {**params, "tiled": True}
+    return redirected(ad.primitive_transposes[collective.twin], priority, cotangent, operand, **params)
+
+
+def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, priority: str, **params: Any) -> Any:
+    names = params["axis_name"] if isinstance(params["axis_name"], list | tuple) else (params["axis_name"],)
+    if collective.one_sided:
+        raise NotImplementedError(f"{collective.twin.name} has no batching rule: the other side could not know what is batched")
+    if collective.kind == "ppermute" and axis.name in names and len(names) > 1 and axis.size > 1:
+        raise NotImplementedError("ppermute over a vmapped axis and other axes at once")
+    return redirected(batching.fancy_primitive_batchers[collective.twin], priority, axis, operands, dims, **params)
+
+
+def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, priority: str, **params: Any) -> Any:
+    return mlir.lower_fun(lambda *args: twin.bind(*args, **params), multiple_results=False)(ctx, *operands)
+
+
+def _lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, priority: str, **params: Any) -> Any:
+    """Emits the custom call, or nothing but data where nothing moves."""
+    runtime.register_targets()
+    context = ctx.module_context.axis_context
+    groups = parallel._replica_groups(context, params["axis_name"], params.get("axis_index_groups"))
+    if any(len(group) != len(groups[0]) for group in groups):
+        raise ValueError(f"{collective.kind}: groups must be of one size, got {[len(group) for group in groups]}")
+    (given,), (wanted,) = ctx.avals_in, ctx.avals_out
+    data = wanted if collective.kind == "recv" else given
+    if not core.is_constant_shape(data.shape):
+        raise NotImplementedError(f"{collective.kind}: symbolic shapes, got {data.shape}")
+    physical = core.physical_aval(data)
+    form = collective.form(ctx, groups, physical.shape, params)
+    if physical.size == 0 or (collective.has_pairs and not form.pairs):
+        return [_nothing(ctx, wanted)]
+    if len(groups[0]) == 1 and not collective.one_sided:
+        return [hlo.reshape(mlir.aval_to_ir_type(ctx.module_context, wanted), operand)]
+
+    attributes = {
+        "kind": collective.kind,
+        "module": _module_name(ctx),
+        "groups": _device_ids(context.mesh, groups, platform).reshape(-1),
+        "group_size": len(groups[0]),
+        "dtype": str(data.dtype),
+        "itemsize": _carrier(physical.dtype).itemsize,
+        "shape": np.array(form.shape, np.int64),
+        "split_axis": form.split_axis,
+        "concat_axis": form.concat_axis,
+        "pairs": np.array(form.pairs, np.int64).reshape(-1),
+        "priority": PRIORITIES[priority],
+    }
+    attributes["site"] = _site(collective, ctx, attributes)
+    return [_call(ctx, operand, attributes)]
+
+
+def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
+    """The custom call. Elements narrower than a byte travel as bytes."""
+
+    def carried(aval: Any) -> Any:
+        if aval is core.abstract_token:
+            return aval
+        aval = core.physical_aval(aval)
+        return aval.update(dtype=_carrier(aval.dtype))
+
+    (given,), (wanted,) = ctx.avals_in, ctx.avals_out
+    inner = ctx.replace(avals_in=[carried(given)], avals_out=[carried(wanted)])
+    operand = _convert(ctx, operand, given, carried(given))
+    # XLA:CPU runs a program that has side effects outside its fast path (90 us each time). A collective needs none: all ranks compile the same
+    # program, so what XLA drops or merges it drops or merges on all of them. A send and its recv must stay even where nothing uses the result.
+    lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=attributes["kind"] in ("send", "recv"))
+    (result,) = lowering(inner, operand, **attributes)
+    return _convert(ctx, result, carried(wanted), wanted)
+
+
+def _carrier(dtype: np.dtype) -> np.dtype:
+    """The type in which `dtype` lies in the engine's buffers, one that holds each of its values exactly."""
+    if jax.dtypes.issubdtype(dtype, np.integer) and jax.numpy.iinfo(dtype).bits < 8:
+        return np.dtype(np.int8 if jax.dtypes.issubdtype(dtype, np.signedinteger) else np.uint8)
+    if dtype.name in ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"):
+        return np.dtype(jax.numpy.bfloat16)
+    return dtype
+
+
+def _convert(ctx: Any, value: Any, given: Any, wanted: Any) -> Any:
+    if given is core.abstract_token or core.physical_aval(given).dtype == core.physical_aval(wanted).dtype:
+        return value
+    convert = mlir.lower_fun(lambda x: lax.convert_element_type(x, wanted.dtype), multiple_results=False)
+    (result,) = convert(ctx.replace(primitive=None, avals_in=[given], avals_out=[wanted]), value)
+    return result
+
+
+def _nothing(ctx: Any, wanted: Any) -> Any:
+    """The result of an operation that moves no byte."""
+    if wanted is core.abstract_token:
+        return hlo.create_token()
+    return mlir.full_like_aval(ctx, 0, core.physical_aval(wanted))
+
+
+def _module_name(ctx: Any) -> str:
+    return ctx.module_context.module.operation.attributes["sym_name"].value
+
+
+def _site(collective: Collective, ctx: Any, attributes: Params) -> int:
+    """The number of a call in its module. The k-th send and the k-th receive of equal data over equal pairs get one number, below zero."""
+    if not collective.one_sided:
+        return next(ctx.module_context.channel_iterator)
+    # A dictionary that lives as long as the module's lowering, for state of primitives. Ours takes it through the module's nested contexts.
+    numbers = ctx.module_context.cached_primitive_lowerings.setdefault(TARGET, {})
+    what = tuple(attributes[name].tobytes() for name in ("groups", "pairs", "shape")) + (attributes["dtype"],)
+    count = numbers[collective.kind, what] = numbers.get((collective.kind, what), 0) + 1
+    return numbers.setdefault((what, count), -1 - sum(1 for key in numbers if isinstance(key[1], int)))
+
+
+def _device_ids(mesh: Any, groups: Groups, platform: str) -> np.ndarray:
+    """Global device ids of the groups, in an array of shape [groups, ranks]. Connects the processes of this process's groups.
+
+    An abstract mesh says nothing of devices: it stands for the first ones in jax's order, as where jax itself has to choose. Devices of a
+    topology that is only described (ahead-of-time compilation) need no engine.
+    """
+    if isinstance(mesh, Mesh):
+        devices = list(mesh.devices.flat)
+    else:
+        try:
+            devices = jax.devices(platform)[: mesh.size]
+        except RuntimeError:  # lowering for a platform that isn't here
+            devices = []
+        if len(devices) < mesh.size:
+            return np.array(groups, np.int64)
+    if runtime.has_device(devices[0]):
+        here = jax.process_index()
+        spans = [{devices[partition].process_index for partition in group} for group in groups]
+        runtime.ensure_connected(set().union(*(span for span in spans if here in span)))
+    return np.array([[devices[partition].id for partition in group] for group in groups], np.int64)
+
+
+PRIMITIVES.update({collective.twin: _define(collective) for collective in COLLECTIVES})

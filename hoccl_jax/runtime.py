@@ -1,0 +1,230 @@
+"""The engine of this process, seen from Python: start and stop, meeting the other processes of the job, statistics.
+
+Nothing here is needed to run collectives: the first use starts the engine, and a program's compilation connects the processes that it
+spans. `init` does both ahead of time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import logging
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax._src import distributed, monitoring
+from jax._src.dispatch import BACKEND_COMPILE_EVENT
+
+from hoccl_jax import _native
+from hoccl_jax.config import Config
+
+_logger = logging.getLogger("hoccl_jax")
+
+
+@dataclasses.dataclass
+class _State:
+    """What runs. Guarded by `_lock`, which is held while a thread waits for other processes: nobody can go on without them anyway."""
+
+    config: Config | None = None  # None: the engine is stopped
+    incarnation: int = 0  # starts of the engine in this process; every process of a job counts alike
+    connected: set[int] = dataclasses.field(default_factory=set)  # process indices, this one included
+
+
+_lock = threading.RLock()
+_state = _State()
+
+
+def init() -> None:
+    """Starts the engine and connects it with all processes of the job. Does nothing where that is done already.
+
+    Under `jax.distributed` every process must call it, or compile a program with collectives that span the same processes.
+
+    Raises:
+      TimeoutError: processes that did not come within HOCCL_TIMEOUT_S; the message names them.
+      RuntimeError: the engine can't start, or can't reach a process.
+      ImportError: the extension was built for a newer XLA than the installed jaxlib.
+    """
+    ensure_connected(range(jax.process_count()))
+
+
+def shutdown() -> None:
+    """Stops the engine; operations that still wait get an error. Does nothing where it is stopped. Runs at exit by itself.
+
+    Under `jax.distributed` all processes must call it, or none. `init`, or the next compilation of a program with collectives, starts the
+    engine anew; programs compiled earlier then run again.
+    """
+    with _lock:
+        if _state.config is None:
+            return
+        _native.stop()
+        _state.config = None
+        _state.connected = set()
+        _logger.info("stopped")
+
+
+def stats() -> dict[str, Any]:
+    """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by the engine that moved them, failures."""
+    with _lock:
+        _ensure_started()
+        return dict(_native.stats())
+
+
+def reset_stats() -> None:
+    """Sets the counters of `stats` to zero."""
+    with _lock:
+        _ensure_started()
+        _native.reset_stats()
+
+
+def topology() -> dict[str, Any]:
+    """This process's node, and the processes of the job: their devices (`jax.Device.id`), whether they are connected and how they are reached."""
+    with _lock:
+        _ensure_started()
+        return dict(_native.topology())
+
+
+def ensure_connected(processes: Iterable[int]) -> None:
+    """Starts the engine if needed and connects it with these processes (`jax.process_index`). Errors: those of `init`."""
+    with _lock:
+        config = _ensure_started()
+        missing = sorted(set(processes) - _state.connected)
+        if not missing:
+            return
+        for process, address in _addresses(missing, config.timeout_s).items():
+            _native.connect(process, address)
+            _state.connected.add(process)
+            _logger.info("connected with process %d", process)
+
+
+def register_targets() -> None:
+    """Makes the custom calls known to XLA, once. Must precede the compilation of a program that holds one.
+
+    Raises ImportError instead where XLA would refuse the handlers: a refused handler makes the whole backend unusable.
+    """
+    with _lock:
+        _register_handlers()
+        # Whoever clears jax's listeners takes ours with them, and call sites would be counted across executables.
+        if _compilation_ended not in monitoring.get_event_duration_listeners():
+            jax.monitoring.register_event_duration_secs_listener(_compilation_ended)
+
+
+def has_device(device: jax.Device) -> bool:
+    """Is `device` a device of this job's backends, rather than one of a described topology that programs are only compiled for?"""
+    client = getattr(device, "client", None)
+    return client is not None and any(client is local.client for local in _local_devices())
+
+
+def _ensure_started() -> Config:
+    if _state.config is not None:
+        return _state.config
+    register_targets()
+    config = Config.from_env()
+    _logger.setLevel(config.log_level.upper())
+    devices = [(device.id, _ffi_ordinal(device), device.platform) for device in _local_devices()]
+    _native.start(dataclasses.asdict(config), jax.process_index(), jax.process_count(), devices)
+    _state.incarnation += 1
+    if jax.process_count() > 1:
+        try:
+            _key_value_store().key_value_set_bytes(_address_key(jax.process_index()), _native.address())
+        except BaseException:
+            _native.stop()
+            raise
+    _state.config = config
+    _state.connected = {jax.process_index()}
+    _logger.info("started with devices %s", [device[0] for device in devices])
+    return config
+
+
+def _local_devices() -> list[jax.Device]:
+    devices = []
+    for platform in _native.registrations():
+        try:
+            devices += jax.local_devices(backend=platform)
+        except RuntimeError:  # jax has no such backend here
+            continue
+    return devices
+
+
+def _ffi_ordinal(device: jax.Device) -> int:
+    """The number by which XLA's FFI names a device to its handlers: the global id on CPU, the local ordinal on GPU."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def _key_value_store() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("hoccl_jax: several processes meet through jax.distributed, which is not initialized: call jax.distributed.initialize()")
+    return client
+
+
+def _address_key(process: int) -> str:
+    return f"hoccl_jax/{_state.incarnation}/{process}"
+
+
+def _addresses(processes: list[int], timeout_s: float) -> dict[int, bytes]:
+    """What these processes published when they started. Waits for all of them, `timeout_s` in all."""
+    deadline = time.monotonic() + timeout_s
+    store = _key_value_store()
+    addresses = {}
+    late = []
+    for process in processes:
+        address = _read_by(deadline, store, _address_key(process))
+        if address is None:
+            late.append(process)
+        else:
+            addresses[process] = address
+    if late:
+        names = ", ".join(map(str, late))
+        raise TimeoutError(
+            f"hoccl_jax: of {jax.process_count()} processes, {names} did not start the engine within {timeout_s:g} s (HOCCL_TIMEOUT_S). "
+            "Every process of a program's mesh must compile it, or call hoccl_jax.init()."
+        )
+    return addresses
+
+
+def _read_by(deadline: float, store: Any, key: str) -> bytes | None:
+    """The value of `key`, waiting for it; None if it isn't there at `deadline`. Past the deadline it still looks once."""
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            # In slices, between which an interrupt gets through.
+            return bytes(store.blocking_key_value_get_bytes(key, max(1, min(1000, int(left_s * 1000)))))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if time.monotonic() >= deadline:
+                return None
+
+
+@functools.cache
+def _register_handlers() -> None:
+    built = _native.ffi_api_version()
+    runtime = _xla_ffi_version()
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        raise ImportError(
+            f"hoccl_jax was built for version {built[0]}.{built[1]} of XLA's FFI, but jaxlib {jax.lib.__version__} has {runtime[0]}.{runtime[1]}: "
+            "upgrade jaxlib, or build hoccl_jax with the FFI headers of this one"
+        )
+    for platform, targets in _native.registrations().items():
+        for target, stages in targets.items():
+            jax.ffi.register_ffi_target(target, stages, platform=platform)
+    atexit.register(shutdown)
+
+
+def _xla_ffi_version() -> tuple[int, int]:
+    """Version of XLA's FFI in the installed jaxlib, from the header that it ships for builders of handlers."""
+    header = (pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    versions = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return int(versions["MAJOR"]), int(versions["MINOR"])
+
+
+def _compilation_ended(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """Called by jax on the thread that compiled."""
+    if event == BACKEND_COMPILE_EVENT:
+        _native.compilation_ended()
