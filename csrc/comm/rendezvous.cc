@@ -222,7 +222,7 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
     post->readers.assign(rank_plan.readers.begin(), rank_plan.readers.end());
   }
   AddWaiting(post);
-  if (Status agreed = CheckAgreement(*meeting, request); !agreed.ok()) {
+  if (Status agreed = CheckAgreement(meeting, request, actions); !agreed.ok()) {
     post->unfinished -= static_cast<int>(post->readers.size());
     post->readers.clear();  // nobody has been told of the operand
     return Fail(meeting, std::move(agreed), true, actions);
@@ -259,21 +259,24 @@ void Rendezvous::Announce(LocalPost* post, MessageType type, Actions* actions) {
   }
 }
 
-Status Rendezvous::CheckAgreement(const Meeting& meeting, const PostRequest& request) const {
-  for (int rank = 0; rank < static_cast<int>(meeting.slots.size()); ++rank) {
-    if (meeting.slots[rank].remote.posted) HOCCL_RETURN_IF_ERROR(CheckRemote(meeting, rank, request.occurrence));
+Status Rendezvous::CheckAgreement(Meeting* meeting, const PostRequest& request, Actions* actions) {
+  for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
+    if (meeting->slots[rank].remote.posted) HOCCL_RETURN_IF_ERROR(CheckRemote(*meeting, rank, request.occurrence));
   }
   // Has a rank of this group come to the same call of the same run with another group?
   const Communicator& communicator = request.plan->communicator;
-  const auto entry = meetings_.find({meeting.key.site, meeting.key.run});
-  for (const Meeting* other = entry->second; other != nullptr; other = other->next) {
-    if (other->key.communicator == meeting.key.communicator || other->failed()) continue;
+  const auto entry = meetings_.find({meeting->key.site, meeting->key.run});
+  for (Meeting* other = entry->second; other != nullptr; other = other->next) {
+    if (other->key.communicator == meeting->key.communicator || other->failed()) continue;
     for (const Slot& slot : other->slots) {
       if (!slot.remote.posted) continue;
       const auto member = std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device);
       if (member == communicator.devices.end()) continue;
-      return InvalidArgument("ranks disagree in " + meeting.Describe(request.occurrence) + ": " +
-                             communicator.RankName(static_cast<int>(member - communicator.devices.begin())) + " brought " + slot.remote.brought);
+      Status failure = InvalidArgument("ranks disagree in " + meeting->Describe(request.occurrence) + ": " +
+                                       communicator.RankName(static_cast<int>(member - communicator.devices.begin())) + " brought " +
+                                       slot.remote.brought);
+      Fail(other, failure, true, actions);
+      return failure;
     }
   }
   return {};
@@ -564,7 +567,10 @@ void Rendezvous::OnProcessLost(int process, const std::string& how) {
         const bool owner = meeting->plan != nullptr ? meeting->plan->communicator.processes[rank] == process : slot.remote.process == process;
         if (owner && meeting->plan != nullptr) ranks += (ranks.empty() ? "" : ", ") + meeting->plan->communicator.RankName(rank);
         if (owner) needed = needed || meeting->plan == nullptr || slot.remote.unread > 0;
-        if (owner && !slot.remote.posted) slot.remote.posted = slot.remote.withdrawn = true;  // it will never come
+        if (owner && !slot.remote.posted) {
+          slot.remote.posted = slot.remote.withdrawn = true;  // it will never come
+          slot.remote.process = process;
+        }
         needed = needed || Contains(slot.sender.readers, process);
       }
       if (needed && !meeting->failed()) {

@@ -87,7 +87,7 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void EraseIfOver(Meeting* meeting);
   Meeting* MeetingFor(const PostRequest& request);
   Meeting* MeetingFor(const Message& post);
-  Status CheckAgreement(const Meeting& meeting, const PostRequest& request) const;
+  Status CheckAgreement(Meeting* meeting, const PostRequest& request, Actions* actions);  // fails a meeting of another group that disagrees
   Status CheckRemote(const Meeting& meeting, int rank, uint32_t occurrence) const;
   void Enter(Meeting* meeting, LocalPost* post, const PostRequest& request, Actions* actions);
   void Announce(LocalPost* post, MessageType type, Actions* actions);

@@ -23,14 +23,14 @@ namespace hoccl {
 struct WorldOptions {
   int process = 0;
   int process_count = 1;
-  std::vector<DeviceEntry> devices;  // of this process
+  std::vector<DeviceEntry> devices = {};  // of this process
   std::chrono::milliseconds timeout{300'000};
   int copy_threads = 0;  // 0: one for each core this process may use, at most 8
   int64_t chunk_bytes = 256 << 10;
   int64_t inline_bytes = 32 << 10;
   bool huge_pages = true;
   CrossMemory cross_memory = CrossMemory::kAuto;
-  std::string node_id;  // tells hosts apart in place of the boot id
+  std::string node_id = {};  // tells hosts apart in place of the boot id
 };
 
 // One device's view of a call: which group, which rank. Made at the first execution, used by all.
