@@ -124,7 +124,7 @@ Status StreamView::CopyEachPlane(CUdeviceptr dst, CUdeviceptr src, const Strided
 }
 
 Status StreamView::CopyEachRow(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const {
-  std::vector<Run> runs;
+  std::vector<ByteRun> runs;
   runs.reserve(copy.planes * copy.rows);
   for (int64_t plane = 0; plane < copy.planes; ++plane) {
     for (int64_t row = 0; row < copy.rows; ++row) {
@@ -141,7 +141,7 @@ bool StreamView::CanBatch() const {
   return device_->capabilities().batch_copies && stream_ != nullptr && stream_ != CU_STREAM_LEGACY && stream_ != CU_STREAM_PER_THREAD;
 }
 
-Status StreamView::CopyRuns(std::span<const Run> runs) const {
+Status StreamView::CopyRuns(std::span<const ByteRun> runs) const {
   ScopedContext scope(*device_);
   HOCCL_RETURN_IF_ERROR(scope.status());
   if (runs.size() < 2 || !CanBatch()) return CopyOneByOne(runs);
@@ -151,19 +151,19 @@ Status StreamView::CopyRuns(std::span<const Run> runs) const {
   return {};
 }
 
-Status StreamView::CopyOneByOne(std::span<const Run> runs) const {
-  for (const Run& run : runs) {
+Status StreamView::CopyOneByOne(std::span<const ByteRun> runs) const {
+  for (const ByteRun& run : runs) {
     if (run.bytes != 0) HOCCL_RETURN_IF_ERROR(device_->driver().MemcpyAsync(run.dst, run.src, run.bytes, stream_));
   }
   return {};
 }
 
-Status StreamView::CopyBatch(std::span<const Run> runs) const {
+Status StreamView::CopyBatch(std::span<const ByteRun> runs) const {
   std::array<CUdeviceptr, kMaxBatch> dsts;
   std::array<CUdeviceptr, kMaxBatch> srcs;
   std::array<size_t, kMaxBatch> sizes;
   size_t count = 0;
-  for (const Run& run : runs) {
+  for (const ByteRun& run : runs) {
     if (run.bytes == 0) continue;  // the driver takes no empty copies
     dsts[count] = run.dst;
     srcs[count] = run.src;
@@ -236,7 +236,7 @@ Result<std::unique_ptr<CopyStream>> CopyStream::Create(const CudaDevice& device)
 
 CopyStream::~CopyStream() {
   ScopedContext scope(device());
-  (void)device().driver().StreamDestroy(stream());
+  (void)device().driver().StreamDestroy(handle());
 }
 
 }  // namespace hoccl::cuda

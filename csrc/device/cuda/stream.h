@@ -29,7 +29,7 @@ struct FlagValue {
 };
 
 // `bytes` contiguous bytes.
-struct Run {
+struct ByteRun {
   CUdeviceptr dst = 0;
   CUdeviceptr src = 0;
   size_t bytes = 0;
@@ -64,7 +64,7 @@ class StreamView {
   // Copies between any memory that the device can reach: its own, peers', registered and pinned host memory. Offsets of `copy` are added.
   Status Copy(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const;
   // Copies in any order. One driver call where the driver can batch.
-  Status CopyRuns(std::span<const Run> runs) const;
+  Status CopyRuns(std::span<const ByteRun> runs) const;
 
   // The flag is set after everything that was enqueued before is done and visible to all.
   Status WriteFlag(FlagValue flag) const;
@@ -77,17 +77,17 @@ class StreamView {
   // What is enqueued later starts after the event's last record.
   Status WaitEvent(const Event& event) const;
 
-  // Is everything done? An error is that of an earlier operation.
+  // Is everything done? An error is that of an earlier operation, of any stream of the device; no later call will succeed.
   Result<bool> Done() const;
   // Blocks the calling thread until everything is done.
   Status Synchronize() const;
 
   const CudaDevice& device() const { return *device_; }
-  CUstream stream() const { return stream_; }
+  CUstream handle() const { return stream_; }
 
  private:
-  Status CopyOneByOne(std::span<const Run> runs) const;
-  Status CopyBatch(std::span<const Run> runs) const;
+  Status CopyOneByOne(std::span<const ByteRun> runs) const;
+  Status CopyBatch(std::span<const ByteRun> runs) const;
   Status Copy2D(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const;
   Status Copy3D(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const;
   Status CopyEachPlane(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const;
@@ -111,6 +111,7 @@ class CopyStream : private StreamView {
   using StreamView::Copy;
   using StreamView::CopyRuns;
   using StreamView::Done;
+  using StreamView::handle;
   using StreamView::Record;
   using StreamView::Synchronize;
   using StreamView::WaitEvent;

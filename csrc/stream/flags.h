@@ -1,0 +1,112 @@
+// Flags: 32-bit words in shared host memory by which streams, proxies and processes tell each other how far they are, and the tickets that
+// give each use of a flag a value of its own.
+//
+// A flag only ever goes up, by one a use, modulo 2^32. It has reached a ticket when int32(flag - value) >= 0, which is also what a stream's
+// wait tests; so values compare rightly as long as fewer than 2^31 uses of one slot are on their way, and a slot can be used for ever.
+#ifndef HOCCL_STREAM_FLAGS_H_
+#define HOCCL_STREAM_FLAGS_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/base/unique_fd.h"
+#include "csrc/device/cuda/context.h"
+#include "csrc/device/cuda/pinned_memory.h"
+#include "csrc/device/cuda/stream.h"
+
+namespace hoccl {
+
+// One use of a flag: whoever is told of it writes `value` to the flag `slot`, and whoever waits, waits for it. Sent to other processes as
+// it is.
+struct Ticket {
+  uint32_t slot = 0;
+  uint32_t value = 0;
+
+  friend bool operator==(const Ticket&, const Ticket&) = default;
+};
+
+// The flags of one process as this process or a peer sees them: a mapping of an anonymous file (memfd).
+class FlagMemory {
+ public:
+  // Maps a peer's flags.
+  static Result<std::unique_ptr<FlagMemory>> Map(const UniqueFd& fd);
+  ~FlagMemory();
+
+  FlagMemory(const FlagMemory&) = delete;
+  FlagMemory& operator=(const FlagMemory&) = delete;
+
+  // Makes the flags known to the devices of this process, before any stream is given one. Once is enough for all devices.
+  Status Register(const cuda::CudaDevice& device);
+
+  uint32_t slots() const { return slots_; }
+
+  // From the host: what was written before Set is visible to who sees it in HasReached.
+  bool HasReached(Ticket ticket) const { return static_cast<int32_t>(Load(ticket.slot) - ticket.value) >= 0; }
+  void Set(Ticket ticket) { word(ticket.slot).store(ticket.value, std::memory_order_release); }
+
+  // For streams. The memory must be registered.
+  cuda::FlagValue OnDevice(Ticket ticket) const {
+    return {.address = registration_->device_address() + ticket.slot * kSlotBytes, .value = ticket.value};
+  }
+
+ private:
+  friend class FlagPage;
+  // A cache line a flag: a device's write to one does not disturb the host's polling of another.
+  static constexpr size_t kSlotBytes = 64;
+
+  FlagMemory() = default;
+  uint32_t Load(uint32_t slot) const { return word(slot).load(std::memory_order_acquire); }
+  std::atomic_ref<uint32_t> word(uint32_t slot) const {
+    return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(start_ + slot * kSlotBytes));
+  }
+
+  std::byte* start_ = nullptr;
+  size_t bytes_ = 0;
+  uint32_t slots_ = 0;
+  std::unique_ptr<cuda::RegisteredMemory> registration_;
+};
+
+// The flags that this process waits for, and who uses which. Thread-safe.
+//
+// A slot has one user at a time, who writes or lets write its tickets in the order of their issue. It goes back with Release and is given
+// out again only after its last ticket was reached, so that no late write of the old use can meet the new one.
+class FlagPage {
+ public:
+  // `first_value` is where all flags begin; tests begin just before the wrap-around.
+  static Result<std::unique_ptr<FlagPage>> Create(uint32_t slots, uint32_t first_value = 0);
+
+  // The next ticket of a slot. ABORTED after ReleaseWaiters.
+  Result<uint32_t> AcquireSlot();
+  Result<Ticket> Issue(uint32_t slot);
+  void ReleaseSlot(uint32_t slot);
+
+  // After an error: lets everybody go on who waits for a ticket that was issued, streams above all, and makes the page issue no more. A
+  // writer that is still at work can set a flag back below later tickets of its slot, so call this until the streams are known to have
+  // ended.
+  void ReleaseWaiters();
+
+  FlagMemory& memory() { return *memory_; }
+  // For peers to map.
+  const UniqueFd& fd() const { return fd_; }
+
+ private:
+  FlagPage() = default;
+  bool IsIdle(uint32_t slot) const;  // with mutex_ held
+
+  UniqueFd fd_;
+  std::unique_ptr<FlagMemory> memory_;
+  std::mutex mutex_;
+  std::vector<uint32_t> issued_;   // by slot: the value of the last ticket
+  std::vector<uint32_t> free_;     // slots whose last ticket was reached
+  std::vector<uint32_t> leaving_;  // released slots whose last ticket has yet to be reached
+  bool aborted_ = false;
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_STREAM_FLAGS_H_
