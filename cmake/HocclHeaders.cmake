@@ -27,17 +27,18 @@ function(hoccl_read_macro out file macro)
   set(${out} ${value} PARENT_SCOPE)
 endfunction()
 
-# Sets the cache variable HOCCL_CUDA_INCLUDE_DIR to a folder with cuda.h: an installed toolkit, else the wheel nvidia-cuda-runtime.
-# Only declarations are used (the driver is loaded at run time), so any release from 12.0 on will do and no GPU is needed.
+# Sets the cache variable HOCCL_CUDA_INCLUDE_DIR to a folder with cuda.h: that of the wheel nvidia-cuda-runtime, else of an installed toolkit.
+# Only declarations are used, since the driver is loaded at run time: newer headers ask for no newer driver, and no GPU is needed.
 function(hoccl_find_cuda_headers)
   set(oldest 12000)
   if(NOT HOCCL_CUDA_INCLUDE_DIR)
     hoccl_ask_python(packages "import nvidia; print(';'.join(nvidia.__path__))")
-    set(candidates "$ENV{CUDA_HOME}/include" "$ENV{CUDA_PATH}/include" /usr/local/cuda/include)
+    set(candidates "")
     foreach(package IN LISTS packages)
       file(GLOB wheels "${package}/cu*/include")
-      list(APPEND candidates ${wheels} "${package}/cuda_runtime/include")
+      list(APPEND candidates ${wheels})
     endforeach()
+    list(APPEND candidates "$ENV{CUDA_HOME}/include" "$ENV{CUDA_PATH}/include" /usr/local/cuda/include)
     foreach(candidate IN LISTS candidates)
       hoccl_read_macro(version "${candidate}/cuda.h" CUDA_VERSION)
       if(version GREATER_EQUAL oldest)

@@ -18,8 +18,9 @@ def _cuda_headers_impl(repository_ctx):
     for candidate in candidates:
         header = repository_ctx.path((candidate or "/nonexistent") + "/cuda.h")
         if header.exists:
-            # cuda.h includes nothing but the C library.
-            repository_ctx.symlink(header, "include/cuda.h")
+            # Neither includes anything but the other and the C library.
+            for name in ["cuda.h", "cudaTypedefs.h"]:
+                repository_ctx.symlink(header.dirname.get_child(name), "include/" + name)
             repository_ctx.file("BUILD", _BUILD)
             return
     fail("no cuda.h in %s: give its folder with --repo_env=HOCCL_CUDA_INCLUDE_DIR=..." % candidates)
