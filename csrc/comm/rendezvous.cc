@@ -598,11 +598,12 @@ Status Rendezvous::DeadlineError(const LocalPost& post) const {
   // Where are those who have not come?
   for (const auto& [key, first] : meetings_) {
     for (const Meeting* other = first; other != nullptr; other = other->next) {
-      if (other == &meeting || other->failed()) continue;
+      if (other == &meeting || (other->failed() && other->failed_at < post.since)) continue;  // old failures say nothing of this call
       for (const Slot& slot : other->slots) {
         const bool member = std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device) != communicator.devices.end();
         if (!slot.remote.posted || slot.remote.withdrawn || !member) continue;
-        text += "; device " + std::to_string(slot.remote.device) + " waits elsewhere, in " + slot.remote.brought;
+        text += "; device " + std::to_string(slot.remote.device) + (other->failed() ? " waited" : " waits") + " elsewhere, in " +
+                slot.remote.brought;
       }
     }
   }
