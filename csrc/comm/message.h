@@ -27,6 +27,7 @@ enum class MessageType : uint32_t {
   kWithdrawn,  // a rank came to a meeting that had failed: its post is used up, there is nothing to read
   kRead,       // the sender's process has no further use for the operand of a rank of the receiver
   kFailed,     // the meeting has failed; text: why
+  kFailedToo,  // the same, passed on to a process that may not have been told; for a meeting that it has, not for latecomers
   kGoodbye,    // the sender leaves in order
 };
 

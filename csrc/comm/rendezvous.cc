@@ -378,19 +378,23 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
     if (remote.posted && remote.active == 0) Release(meeting, rank, actions);
   }
   if (tell_others) {
-    for (int process : others) {
-      Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
-      message.type = MessageType::kFailed;
-      message.group_size = static_cast<int32_t>(meeting->slots.size());
-      message.number = static_cast<int32_t>(meeting->failure.code());
-      message.key = meeting->key;
-      message.SetText(meeting->failure.message());
-    }
+    for (int process : others) TellFailure(*meeting, process, MessageType::kFailed, actions);
   }
   for (Slot& slot : meeting->slots) {
+    // Whoever told this process may not know of these; they must stop reading.
+    for (int process : tell_others ? std::vector<int>() : slot.sender.readers) TellFailure(*meeting, process, MessageType::kFailedToo, actions);
     FinishIfOver(&slot.sender, actions);
     FinishIfOver(&slot.receiver, actions);
   }
+}
+
+void Rendezvous::TellFailure(const Meeting& meeting, int process, MessageType type, Actions* actions) const {
+  Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
+  message.type = type;
+  message.group_size = static_cast<int32_t>(meeting.slots.size());
+  message.number = static_cast<int32_t>(meeting.failure.code());
+  message.key = meeting.key;
+  message.SetText(meeting.failure.message());
 }
 
 void Rendezvous::Perform(Actions* actions) {
@@ -447,6 +451,7 @@ void Rendezvous::OnMessage(int process, const Message& message) {
         OnRead(process, message, actions);
         break;
       case MessageType::kFailed:
+      case MessageType::kFailedToo:
         OnFailed(process, message, actions);
         break;
       case MessageType::kHello:
@@ -527,8 +532,10 @@ void Rendezvous::OnRead(int process, const Message& message, Actions* actions) {
 }
 
 void Rendezvous::OnFailed(int process, const Message& message, Actions* actions) {
-  const Status failure(static_cast<Code>(message.number), std::string(message.GetText()) + " (told by process " + std::to_string(process) + ")");
-  bool found = false;
+  std::string text(message.GetText());
+  if (message.type == MessageType::kFailed) text += " (told by process " + std::to_string(process) + ")";
+  const Status failure(static_cast<Code>(message.number), std::move(text));
+  bool found = message.type == MessageType::kFailedToo;
   const auto entry = meetings_.find({message.key.site, message.key.run});
   Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second;
   while (meeting != nullptr) {

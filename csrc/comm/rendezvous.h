@@ -96,6 +96,7 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void Release(Meeting* meeting, int rank, Actions* actions);
   void FinishIfOver(LocalPost* post, Actions* actions);
   void Fail(Meeting* meeting, Status failure, bool tell_others, Actions* actions);
+  void TellFailure(const Meeting& meeting, int process, MessageType type, Actions* actions) const;
   Status DeadlineError(const LocalPost& post) const;
   LocalPost* SenderOf(Meeting* meeting, int rank) const;
   LocalPost* ReceiverOf(Meeting* meeting, int rank) const;
