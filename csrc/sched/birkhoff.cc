@@ -150,24 +150,30 @@ class Decomposition {
  private:
   size_t At(int row, int column) const { return static_cast<size_t>(row) * n_ + column; }
 
-  // Makes all sums equal. Idle units go to positive entries first: fewer entries are fewer stages.
+  // Makes all sums equal, spreading idle units in proportion to what rows and columns lack. Entries of rows and columns that lack much
+  // become large, so they are served early and in one go: their demand ends long before their idle units.
   void FillUp() {
-    std::vector<int64_t> row_slack(n_, LargestSum(n_, units_));
-    std::vector<int64_t> column_slack = row_slack;
+    int64_t largest = LargestSum(n_, units_);
+    std::vector<int64_t> row_lack(n_, largest), column_lack(n_, largest);
     for (int row = 0; row < n_; ++row) {
       for (int column = 0; column < n_; ++column) {
-        row_slack[row] -= units_[At(row, column)];
-        column_slack[column] -= units_[At(row, column)];
+        row_lack[row] -= units_[At(row, column)];
+        column_lack[column] -= units_[At(row, column)];
       }
     }
-    for (bool positive_only : {true, false}) {
+    double total = 0;
+    for (int64_t lack : row_lack) total += static_cast<double>(lack);
+    std::vector<double> row_share(n_);
+    for (int row = 0; row < n_; ++row) row_share[row] = total > 0 ? static_cast<double>(row_lack[row]) / total : 0;
+    std::vector<int64_t> column_whole = column_lack;
+    for (bool in_proportion : {true, false}) {
       for (int row = 0; row < n_; ++row) {
-        for (int column = 0; column < n_ && row_slack[row] > 0; ++column) {
-          if (positive_only && units_[At(row, column)] == 0) continue;
-          int64_t idle = std::min(row_slack[row], column_slack[column]);
+        for (int column = 0; column < n_ && row_lack[row] > 0; ++column) {
+          int64_t idle = std::min(row_lack[row], column_lack[column]);
+          if (in_proportion) idle = std::min(idle, static_cast<int64_t>(row_share[row] * static_cast<double>(column_whole[column])));
           units_[At(row, column)] += idle;
-          row_slack[row] -= idle;
-          column_slack[column] -= idle;
+          row_lack[row] -= idle;
+          column_lack[column] -= idle;
         }
       }
     }

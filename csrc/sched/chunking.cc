@@ -2,6 +2,8 @@
 #include "csrc/sched/chunking.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 namespace hoccl {
 namespace {
@@ -52,9 +54,7 @@ class RailFiller {
   std::vector<int64_t> room_;  // left on each used rail
 };
 
-}  // namespace
-
-std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
+std::vector<std::vector<Piece>> FillRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
   int64_t total = 0;
   for (const Piece& flow : flows) total += flow.bytes;
   int64_t quantum = kCutAlignment * rails_used;
@@ -66,6 +66,51 @@ std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std
   }
   for (const Piece& flow : rest) filler.PutAnywhere(flow);
   return filler.TakePieces();
+}
+
+std::vector<std::vector<Piece>> CutEvenly(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
+  std::vector<std::vector<Piece>> pieces(topology.rails());
+  for (const Piece& flow : flows) {
+    int64_t share = (flow.bytes / rails_used + kCutAlignment - 1) / kCutAlignment * kCutAlignment;
+    for (int choice = 0; choice < rails_used; ++choice) {
+      int64_t begin = std::min(choice * share, flow.bytes);
+      int64_t end = choice + 1 == rails_used ? flow.bytes : std::min(begin + share, flow.bytes);
+      if (end > begin) pieces[(first_rail + choice) % topology.rails()].push_back({flow.src, flow.dst, flow.offset + begin, end - begin});
+    }
+  }
+  return pieces;
+}
+
+// Does one device's link need a large part of the time that the NICs need?
+bool IsHeldUpByLink(const Topology& topology, const std::vector<Piece>& flows, int rails_used) {
+  std::map<int, int64_t> out, in;
+  int64_t total = 0, busiest = 0;
+  for (const Piece& flow : flows) {
+    total += flow.bytes;
+    busiest = std::max({busiest, out[flow.src] += flow.bytes, flow.dst < 0 ? 0 : in[flow.dst] += flow.bytes});
+  }
+  double link_seconds = static_cast<double>(busiest) / topology.speeds().nvlink;
+  return link_seconds > 0.5 * static_cast<double>(total) / rails_used / topology.speeds().nic;
+}
+
+// Orders the pieces of a rail by how far their ends are from it, destination first. Rails that are equally far in their pieces then use
+// different devices: of equal flows, each copies to another one at any time.
+void RotateEnds(const Topology& topology, int rail, std::vector<Piece>* pieces) {
+  auto distance = [&](int rank) {
+    if (rank < 0) return 0;
+    auto devices = static_cast<int>(topology.ranks_of(topology.node_of(rank)).size());
+    return (topology.local_of(rank) + devices - rail % devices) % devices;
+  };
+  std::ranges::stable_sort(*pieces, {}, [&](const Piece& piece) { return std::pair(distance(piece.dst), distance(piece.src)); });
+}
+
+}  // namespace
+
+std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
+  std::vector<std::vector<Piece>> pieces = IsHeldUpByLink(topology, flows, rails_used) ? CutEvenly(topology, flows, first_rail, rails_used)
+                                                                                       : FillRails(topology, flows, first_rail, rails_used);
+  for (size_t rail = 0; rail < pieces.size(); ++rail) RotateEnds(topology, static_cast<int>(rail), &pieces[rail]);
+  return pieces;
 }
 
 std::vector<Piece> Interleave(const std::vector<Piece>& pieces, int64_t chunk_bytes) {

@@ -99,11 +99,11 @@ class MatrixExpansion {
 
   void AddChunk(int stage, int rail, int turn, const Piece& chunk) {
     int src_node = plan_.topology.node_of(chunk.src), dst_node = plan_.topology.node_of(chunk.dst);
-    Place send{Buffer::kSendSlot, plan_.topology.StagingRank(chunk.src, rail), -1};
+    Place send{Buffer::kSendSlot, plan_.StagingRank(chunk.src, rail), -1};
     if (Sees(src_node)) send.slot = sends_[static_cast<size_t>(src_node) * plan_.topology.rails() + rail]++ % plan_.slots;
     // Stages take turns with the halves of the receiver's slots, so that senders need not know what others sent before them.
     int half = plan_.slots / 2;
-    Place receive{Buffer::kReceiveSlot, plan_.topology.StagingRank(chunk.dst, rail), stage % 2 * half + turn % half};
+    Place receive{Buffer::kReceiveSlot, plan_.StagingRank(chunk.dst, rail), stage % 2 * half + turn % half};
     Step step{Leg::kStageIn, stage, rail, chunk.src, chunk.dst, chunk.offset, chunk.bytes, {Buffer::kOperand, chunk.src}, send};
     if (Sees(src_node)) sequencer_.Add(turn, step);
     step.leg = Leg::kWrite;

@@ -94,7 +94,7 @@ class MulticastExpansion {
           int turn = distance * per_node + c;
           Place from = ReceivePlace(NodeAt(position), rail, chunks[c].src, (distance - 1) * per_node + c);
           if (distance == 0) {
-            from = {Buffer::kSendSlot, topology_.StagingRank(chunks[c].src, rail), c};
+            from = {Buffer::kSendSlot, plan_.StagingRank(chunks[c].src, rail), c};
             if (stage == 0) StageIn(stage, rail, turn, chunks[c], c);
           }
           Pass(stage, rail, turn, chunks[c], from, NodeAt(position + shift), (distance + shift - 1) * per_node + c);
@@ -109,7 +109,7 @@ class MulticastExpansion {
   }
 
   Place StageIn(int stage, int rail, int turn, const Piece& chunk, int slot) {
-    Place to{Buffer::kSendSlot, topology_.StagingRank(chunk.src, rail), slot};
+    Place to{Buffer::kSendSlot, plan_.StagingRank(chunk.src, rail), slot};
     if (Sees(topology_.node_of(chunk.src))) {
       sequencer_.Add(turn, {Leg::kStageIn, stage, rail, chunk.src, -1, chunk.offset, chunk.bytes, {Buffer::kOperand, chunk.src}, to});
     }
@@ -121,7 +121,7 @@ class MulticastExpansion {
     int home = topology_.RailHome(node, rail);
     std::vector<int> wanted = DestinationsOn(src, node);
     bool only_home = wanted.size() == 1 && wanted[0] == home;
-    return {Buffer::kReceiveSlot, only_home ? topology_.StagingRank(home, rail) : home, slot};
+    return {Buffer::kReceiveSlot, only_home ? plan_.StagingRank(home, rail) : home, slot};
   }
 
   // Writes a chunk to `node`, where one device gets it from the slot and the others from that one.

@@ -52,9 +52,18 @@ int Plan::RailsUsed(int64_t bytes) const {
   return static_cast<int>(std::clamp<int64_t>(bytes / std::max<int64_t>(1, rail_cut_bytes), 1, topology.rails()));
 }
 
+int Plan::StagingRank(int rank, int rail) const {
+  int home = topology.RailHome(topology.node_of(rank), rail);
+  int partner = topology.Partner(home);
+  if (home == rank || partner == rank) return home == rank ? partner : home;
+  bool home_is_spared = std::ranges::binary_search(spared, home), partner_is_spared = std::ranges::binary_search(spared, partner);
+  return home_is_spared && !partner_is_spared ? partner : home;
+}
+
 std::string Plan::ToString() const {
   std::string text = "plan for " + topology.ToString() + ": " + Bytes(TotalBytes(*traffic)) + ", chunks of " + Bytes(chunk_bytes) + ", " +
                      std::to_string(slots) + " slots";
+  if (!spared.empty()) text += ", no staging on ranks " + List(spared, [](int rank) { return std::to_string(rank); });
   if (multicast.pattern != Pattern::kNone) {
     text += std::string("\n  ") + (multicast.pattern == Pattern::kRing ? "ring" : "doubling") + " over nodes " +
             List(multicast.nodes, [](int node) { return std::to_string(node); }) + ": " + std::to_string(multicast.rounds) + " x " +
@@ -81,7 +90,8 @@ std::string Plan::ToString() const {
 
 bool operator==(const Plan& a, const Plan& b) {
   return a.topology == b.topology && *a.traffic == *b.traffic && a.chunk_bytes == b.chunk_bytes && a.slots == b.slots &&
-         a.rail_cut_bytes == b.rail_cut_bytes && a.stages == b.stages && a.direct == b.direct && a.multicast == b.multicast;
+         a.spared == b.spared && a.rail_cut_bytes == b.rail_cut_bytes && a.stages == b.stages && a.direct == b.direct &&
+         a.multicast == b.multicast;
 }
 
 }  // namespace hoccl

@@ -57,8 +57,9 @@ struct Plan {
   Topology topology;
   std::shared_ptr<const Traffic> traffic;
   int64_t chunk_bytes = 0;
-  int slots = 0;               // for sending, and as many for receiving, of each rail; even
-  int64_t rail_cut_bytes = 0;  // a pair of nodes takes another rail for each so many bytes
+  int slots = 0;                 // for sending, and as many for receiving, of each rail; even
+  int64_t rail_cut_bytes = 0;    // a pair of nodes takes another rail for each so many bytes
+  std::vector<int> spared = {};  // ranks, ascending, whose links have no time for others' bytes
 
   // Of one-to-one traffic.
   std::vector<Stage> stages = {};
@@ -69,6 +70,10 @@ struct Plan {
   // The rails that `bytes` from one node to another take, and the first of them.
   int RailsUsed(int64_t bytes) const;
   int FirstRail(int src_node, int dst_node) const { return (src_node + dst_node) % topology.rails(); }
+
+  // Where bytes from or for `rank` are staged beside a rail's NIC on its node. Not on `rank` itself, as long as there is another one, and
+  // rather not on a spared one.
+  int StagingRank(int rank, int rail) const;
 
   // A line for the whole and one for each stage.
   std::string ToString() const;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "csrc/sched/birkhoff.h"
+#include "csrc/sched/demand.h"
 #include "csrc/sched/multicast.h"
 
 namespace hoccl {
@@ -20,54 +21,6 @@ constexpr int64_t kLeastSlot = int64_t{4} << 10;
 constexpr int kMostSlots = 64;
 // A write of this many bytes takes a NIC a few times as long as starting it.
 constexpr int64_t kRailCutBytes = int64_t{32} << 10;
-
-// What nodes have for each other, n x n.
-struct NodeDemand {
-  std::vector<int64_t> bytes;
-  // Time that it takes the pair, in bytes of one rail: of its NICs, or of its busiest device's link.
-  std::vector<int64_t> weight;
-};
-
-NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic) {
-  int n = topology.nodes();
-  double link_share = topology.speeds().nic / topology.speeds().nvlink;
-  NodeDemand demand{std::vector<int64_t>(static_cast<size_t>(n) * n), std::vector<int64_t>(static_cast<size_t>(n) * n)};
-  std::vector<int64_t> to_node(n), to_rank(topology.ranks()), busiest(n);
-  for (int node = 0; node < n; ++node) {
-    std::ranges::fill(to_rank, 0);
-    std::ranges::fill(busiest, 0);
-    int64_t* bytes = &demand.bytes[static_cast<size_t>(node) * n];
-    for (int src : topology.ranks_of(node)) {
-      std::ranges::fill(to_node, 0);
-      for (int dst = 0; dst < topology.ranks(); ++dst) {
-        to_node[topology.node_of(dst)] += traffic.at(src, dst);
-        to_rank[dst] += traffic.at(src, dst);
-      }
-      for (int other = 0; other < n; ++other) {
-        bytes[other] += to_node[other];
-        busiest[other] = std::max(busiest[other], to_node[other]);
-      }
-    }
-    for (int dst = 0; dst < topology.ranks(); ++dst)
-      busiest[topology.node_of(dst)] = std::max(busiest[topology.node_of(dst)], to_rank[dst]);
-    for (int other = 0; other < n; ++other) {
-      if (other == node) continue;
-      int64_t nics = (bytes[other] + topology.rails() - 1) / topology.rails();
-      demand.weight[static_cast<size_t>(node) * n + other] =
-          std::max(nics, static_cast<int64_t>(link_share * static_cast<double>(busiest[other])));
-    }
-  }
-  return demand;
-}
-
-// What the devices of a node have for each other.
-std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node) {
-  std::vector<int64_t> demand;
-  for (int src : topology.ranks_of(node)) {
-    for (int dst : topology.ranks_of(node)) demand.push_back(src == dst ? 0 : traffic.at(src, dst));
-  }
-  return demand;
-}
 
 int64_t ChunkFor(int64_t busiest_port_bytes, const PlanOptions& options) {
   auto wanted = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(busiest_port_bytes / kChunksOfBusiestPort)));
@@ -165,6 +118,7 @@ void PlanMatrix(const PlanOptions& options, Plan* plan) {
   int64_t busiest_nic = LargestSum(topology.nodes(), demand.weight);
   plan->chunk_bytes = ChunkFor(busiest_nic > 0 ? busiest_nic : busiest_link, options);
   plan->slots = SlotsFor(plan->chunk_bytes, options);
+  if (busiest_nic > 0) plan->spared = BusyRanks(demand, topology);
   PlanBetweenNodes(demand, options.error, plan);
   plan->direct.resize(topology.nodes());
   if (busiest_link == 0) return;

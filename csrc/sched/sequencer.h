@@ -41,16 +41,26 @@ class Sequencer {
     friend auto operator<=>(const ResultKey&, const ResultKey&) = default;
   };
 
+  // The writes that a NIC received last, in order.
+  struct Arrivals {
+    std::vector<int> ring;
+    size_t next = 0;  // the oldest
+  };
+
   SlotUse& UseOf(const Place& place, int rail);
+  int TakeTurn(int index, const Step& write);
   void Emit(const Step& step);
 
+  const Topology& topology_;
   int rails_;
   int slots_;
+  size_t ahead_;  // writes that may be on their way to a NIC from different nodes
   bool relays_;
   Program program_;
   std::vector<Pending> pending_;
   std::unordered_map<int64_t, SlotUse> uses_;
-  std::map<ResultKey, int> results_;  // who wrote a multicast chunk there
+  std::unordered_map<int, Arrivals> arrivals_;  // by node and rail
+  std::map<ResultKey, int> results_;            // who wrote a multicast chunk there
 };
 
 }  // namespace hoccl

@@ -140,13 +140,11 @@ int Topology::RailHome(int node, int rail) const {
   return rails < devices ? ranks[rail * devices / rails] : ranks[rail % devices];
 }
 
-int Topology::StagingRank(int rank, int rail) const {
-  int node = node_of_[rank];
-  int home = RailHome(node, rail);
-  const std::vector<int>& ranks = ranks_of_[node];
-  if (home != rank || ranks.size() == 1) return home;
-  size_t partner = local_of_[home] ^ 1;
-  return ranks[partner < ranks.size() ? partner : local_of_[home] - 1];
+int Topology::Partner(int rank) const {
+  const std::vector<int>& ranks = ranks_of_[node_of_[rank]];
+  if (ranks.size() == 1) return rank;
+  size_t partner = local_of_[rank] ^ 1;
+  return ranks[partner < ranks.size() ? partner : local_of_[rank] - 1];
 }
 
 std::string Topology::ToString() const {

@@ -48,9 +48,8 @@ class Topology {
 
   // The rank whose device a rail's NIC on `node` is next to.
   int RailHome(int node, int rail) const;
-  // Where bytes from or for `rank` are staged beside a rail's NIC on its node: the home device, or its partner where the home device is
-  // `rank` itself. `rank` itself if it is alone on its node.
-  int StagingRank(int rank, int rail) const;
+  // Another rank of the same node, near to the first, which can stage for the same NIC; the rank itself if it is alone.
+  int Partner(int rank) const;
 
   // What Parse reads; speeds other than nvlink and nic are left out.
   std::string ToString() const;

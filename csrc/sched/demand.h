@@ -1,0 +1,32 @@
+// What one-to-one traffic asks of nodes and links, added up from that of ranks.
+#ifndef HOCCL_SCHED_DEMAND_H_
+#define HOCCL_SCHED_DEMAND_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/sched/topology.h"
+#include "csrc/sched/traffic.h"
+
+namespace hoccl {
+
+// Matrices are nodes x nodes, row = sender.
+struct NodeDemand {
+  std::vector<int64_t> bytes;
+  // The time that a pair of nodes needs, in bytes of one rail: of its NICs, or of its busiest device's link where that is more.
+  std::vector<int64_t> weight;
+  // The most that each rank's link has to carry in one direction, bytes staged for others left out.
+  std::vector<int64_t> link;
+};
+
+NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic);
+
+// What the devices of one node have for each other, as a matrix over its ranks.
+std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node);
+
+// Ranks, ascending, whose own bytes keep their link busy nearly as long as the busiest port.
+std::vector<int> BusyRanks(const NodeDemand& demand, const Topology& topology);
+
+}  // namespace hoccl
+
+#endif  // HOCCL_SCHED_DEMAND_H_
