@@ -1,0 +1,32 @@
+"""The compiled extension (xla_ffi/module.cc). Errors of the engine are RuntimeError."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+def ffi_api_version() -> tuple[int, int]:
+    """Major and minor version of the XLA FFI headers that the handlers are built with."""
+
+def registrations() -> dict[str, dict[str, dict[str, object]]]:
+    """Platform -> target -> stage -> handler (a capsule), as jax.ffi.register_ffi_target takes them."""
+
+def start(config: Mapping[str, Any], process_index: int, process_count: int, devices: Sequence[tuple[int, int, str]]) -> None:
+    """Starts the engine with the fields of `Config` and the local devices: (jax.Device.id, ordinal of XLA's FFI, platform)."""
+
+def address() -> bytes:
+    """How other processes reach this one; opaque."""
+
+def connect(process_index: int, address: bytes) -> None:
+    """Connects with the process that has this address. Blocks without holding the GIL."""
+
+def stop() -> None:
+    """Stops the engine; operations that wait end with an error. Blocks without holding the GIL."""
+
+def stats() -> dict[str, Any]:
+    """Counters since the start or the last `reset_stats`."""
+
+def reset_stats() -> None: ...
+def topology() -> dict[str, Any]:
+    """This node, its copying threads, and the processes with their devices and how they are reached."""
+
+def compilation_ended() -> None:
+    """Tells the engine that this thread's compilation is over: call sites that it instantiates next belong to another executable."""
