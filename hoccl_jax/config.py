@@ -1,15 +1,12 @@
-"""Every setting of hoccl_jax: one typed field each, set by its HOCCL_* environment variable. `python -m hoccl_jax.config` prints docs/settings.md."""
+"""Every setting of hoccl_jax: one typed field each, set by its HOCCL_* environment variable. docs/settings.md is made from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
-
-T = TypeVar("T", bool, int, float, str)
+from typing import Any, Literal
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
@@ -54,9 +51,9 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _setting(variable: str, default: T, parse: Callable[[str], T], doc: str) -> T:
+def _setting(variable: str, default: Any, parse: Callable[[str], Any], doc: str) -> Any:
     """A field with its variable, its parser (whose ValueError says what the variable wants) and its line in docs/settings.md."""
-    return typing.cast(T, dataclasses.field(default=default, metadata={"variable": variable, "parse": parse, "doc": doc}))
+    return dataclasses.field(default=default, metadata={"variable": variable, "parse": parse, "doc": doc})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,29 +64,30 @@ class Config:
         "HOCCL_TIMEOUT_S",
         300.0,
         _positive_seconds,
-        "Seconds after which anything that waits (for a peer's operation, for a process to start) becomes an error that says for whom it waited.",
+        "Seconds after which anything that waits (for a peer's operation, for a process to start) becomes an error that says for whom.",
     )
     disable: bool = _setting("HOCCL_DISABLE", False, _boolean, "Run every function as its `jax.lax` twin.")
-    copy_threads: int = _setting("HOCCL_COPY_THREADS", 0, _integer(0), "Threads that copy for CPU devices; 0 lets the engine choose by the cores it may use.")
-    chunk_bytes: int = _setting("HOCCL_CHUNK_BYTES", 256 << 10, _integer(1), "Bytes a copying thread or copy engine moves before other work may come in between.")
+    copy_threads: int = _setting(
+        "HOCCL_COPY_THREADS", 0, _integer(0), "Threads that copy for CPU devices; 0: one for each core this process may use, at most 8."
+    )
+    chunk_bytes: int = _setting(
+        "HOCCL_CHUNK_BYTES", 256 << 10, _integer(1), "Bytes that a copy engine moves before other transfers may come in between."
+    )
     inline_bytes: int = _setting(
-        "HOCCL_INLINE_BYTES", 32 << 10, _integer(0), "Copies of at most this many bytes are done by the thread that posts the operation, without a hand-over."
+        "HOCCL_INLINE_BYTES", 32 << 10, _integer(0), "Copies of at most so many bytes are done by the thread that posts the operation."
     )
-    cross_memory: Literal["auto", "on", "off"] = typing.cast(
-        Literal["auto", "on", "off"],
-        _setting(
-            "HOCCL_CROSS_MEMORY",
-            "auto",
-            _one_of("auto", "on", "off"),
-            "Read the memory of other processes of the host directly (process_vm_readv): `auto` where the kernel allows it, `on` makes it an error "
-            "where not, `off` uses shared memory.",
-        ),
+    cross_memory: Literal["auto", "on", "off"] = _setting(
+        "HOCCL_CROSS_MEMORY",
+        "auto",
+        _one_of("auto", "on", "off"),
+        "Read the memory of the host's other processes directly (process_vm_readv): `auto` where the kernel allows it, `on` raises an "
+        "error where not, `off` goes through shared memory.",
     )
-    huge_pages: bool = _setting("HOCCL_HUGE_PAGES", True, _boolean, "Ask the kernel for huge pages under large result buffers on CPU devices.")
+    huge_pages: bool = _setting("HOCCL_HUGE_PAGES", True, _boolean, "Ask the kernel for huge pages under large results on CPU devices.")
     log_level: str = _setting(
         "HOCCL_LOG_LEVEL", "warning", _one_of("debug", "info", "warning", "error", "critical"), "Level of the Python logger `hoccl_jax`."
     )
-    node_id: str = _setting("HOCCL_NODE_ID", "", str, "Processes with the same text count as one host; empty: the boot id of the machine decides.")
+    node_id: str = _setting("HOCCL_NODE_ID", "", str, "Processes with the same text count as one host; empty: the boot id decides.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -115,7 +113,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Environment variables that hoccl_jax reads. This page is printed by `python -m hoccl_jax.config`.",
+        "Environment variables that hoccl_jax reads. This page is `hoccl_jax.config.settings_page()`; a test keeps it up to date.",
         "",
         "| variable | default | meaning |",
         "|---|---|---|",
@@ -125,7 +123,3 @@ def settings_page() -> str:
         shown = f"`{default:g}`" if isinstance(default, float) else f"`{default}`" if default != "" else "(empty)"
         lines.append(f"| `{field.metadata['variable']}` | {shown} | {field.metadata['doc']} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(settings_page(), end="")

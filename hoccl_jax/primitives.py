@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core
@@ -80,12 +81,12 @@ class Redirect(core.Trace):
 
 def redirected(function: Callable[..., Any], priority: str, *args: Any, **kwargs: Any) -> Any:
     """Calls `function`, made of `jax.lax` primitives, with our collectives in place of theirs."""
-    with core.take_current_trace() as around, core.set_current_trace(Redirect(around or core.eval_trace, priority)):
+    with core.take_current_trace() as around, core.set_current_trace(Redirect(around, priority)):
         return function(*args, **kwargs)
 
 
-# The forms. An untiled gather is the tiled one of a shape with a dimension of size 1 inserted. jax.lax brings untiled all-to-alls into tiled
-# form before it binds.
+# The forms. An untiled gather is the tiled one of a shape with a dimension of size 1 inserted. jax.lax brings untiled all-to-alls into
+# tiled form before it binds.
 
 
 def _gather_form(_ctx: Any, _groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
@@ -97,18 +98,20 @@ def _all_to_all_form(_ctx: Any, _groups: Groups, shape: tuple[int, ...], params:
     return Form(shape, split_axis=params["split_axis"], concat_axis=params["concat_axis"])
 
 
-def _permute_form(ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+def _pair_form(ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+    if "perm" not in params:
+        return Form(shape, pairs=_pairs(range(len(groups[0])), params))
     # How jax.lax reads `perm` over several axes differs between its versions, so it is asked: it gives partition indices, groups first.
-    perm = params["perm"]
-    partitions, _ = parallel._pcollectives_lowering_common(ctx, axis_name=params["axis_name"], perm=perm, op_name="ppermute")
+    partitions, _ = parallel._pcollectives_lowering_common(ctx, axis_name=params["axis_name"], perm=params["perm"], op_name="ppermute")
     rank = {partition: rank for rank, partition in enumerate(groups[0])}
-    return Form(shape, pairs=tuple((rank[int(src)], rank[int(dst)]) for src, dst in partitions[: len(perm)]))
+    return Form(shape, pairs=tuple((rank[int(src)], rank[int(dst)]) for src, dst in partitions[: len(params["perm"])]))
 
 
-def _broadcast_form(_ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
-    size = len(groups[0])
-    source = range(size)[params["source"]]
-    return Form(shape, pairs=tuple((source, rank) for rank in range(size)))
+def _pairs(ranks: range, params: Params) -> tuple[tuple[int, int], ...]:
+    """(source, destination) of a permutation or broadcast over one axis. Negative indices count from the end, as in jax.lax."""
+    if "perm" in params:
+        return tuple((ranks[src], ranks[dst]) for src, dst in params["perm"])
+    return tuple((ranks[params["source"]], rank) for rank in ranks)
 
 
 COLLECTIVES = (
@@ -116,10 +119,10 @@ COLLECTIVES = (
     Collective("all_gather", parallel.all_gather_invariant_p, _gather_form),
     Collective("all_gather", parallel.all_gather_reduced_p, _gather_form),
     Collective("all_to_all", parallel.all_to_all_p, _all_to_all_form),
-    Collective("ppermute", parallel.ppermute_p, _permute_form),
-    Collective("pbroadcast", parallel.pbroadcast_p, _broadcast_form),
-    Collective("send", parallel.psend_p, _permute_form, differentiable=False),
-    Collective("recv", parallel.precv_p, _permute_form, differentiable=False),
+    Collective("ppermute", parallel.ppermute_p, _pair_form),
+    Collective("pbroadcast", parallel.pbroadcast_p, _pair_form),
+    Collective("send", parallel.psend_p, _pair_form, differentiable=False),
+    Collective("recv", parallel.precv_p, _pair_form, differentiable=False),
 )
 
 PRIMITIVES: dict[Primitive, Primitive] = {}
@@ -136,32 +139,63 @@ def _define(collective: Collective) -> Primitive:
     batching.fancy_primitive_batchers[primitive] = partial(_batch, collective)
     for platform in PLATFORMS:
         # Not cacheable: two equal calls are two call sites.
-        mlir.register_lowering(primitive, partial(_lower, collective, platform), platform=platform, cacheable=False)
+        mlir.register_lowering(primitive, partial(_lower, collective), platform=platform, cacheable=False)
     mlir.register_lowering(primitive, partial(_lower_twin, twin), cacheable=False)
     return primitive
 
 
+# Transposition and batching: the twin's rules, but where those of the supported versions of jax.lax fail or are wrong. tests/unit/
+# test_beyond_lax.py has an example of each.
+
+
 def _transpose(collective: Collective, cotangent: Any, operand: Any, *, priority: str, **params: Any) -> Any:
-    if collective.kind == "all_to_all":
-        # In tiled form whatever `tiled` says; jax.lax's rule takes its own primitive for the public function.
-        params = {**params, "tiled": True}
-    return redirected(ad.primitive_transposes[collective.twin], priority, cotangent, operand, **params)
+    twin, axis_name = collective.twin, params["axis_name"]
+    if twin is parallel.all_gather_p:
+        # Tiled in any case: the untiled psum_scatter can't be vmapped over a later dimension.
+        axis, groups = params["all_gather_dimension"], params["axis_index_groups"]
+        block = lax.psum_scatter(cotangent, axis_name, scatter_dimension=axis, axis_index_groups=groups, tiled=True)
+        return [block if params["tiled"] else lax.squeeze(block, [axis])]
+    if twin is parallel.all_to_all_p:
+        # On the primitive's shapes, which are tiled ones whatever `tiled` says.
+        params |= {"split_axis": params["concat_axis"], "concat_axis": params["split_axis"]}
+        return [PRIMITIVES[twin].bind(cotangent, priority=priority, **params)]
+    if twin is parallel.pbroadcast_p:
+        source = range(lax.axis_size(axis_name))[params["source"]]
+        return [jnp.where(lax.axis_index(axis_name) == source, lax.psum(cotangent, axis_name), 0)]
+    return redirected(ad.primitive_transposes[twin], priority, cotangent, operand, **params)
 
 
 def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, priority: str, **params: Any) -> Any:
-    names = params["axis_name"] if isinstance(params["axis_name"], list | tuple) else (params["axis_name"],)
     if collective.one_sided:
-        raise NotImplementedError(f"{collective.twin.name} has no batching rule: the other side could not know what is batched")
-    if collective.kind == "ppermute" and axis.name in names and len(names) > 1 and axis.size > 1:
-        raise NotImplementedError("ppermute over a vmapped axis and other axes at once")
+        raise NotImplementedError(f"{collective.twin.name} under vmap: the other side can't know what is batched")
+    names = params["axis_name"] if isinstance(params["axis_name"], list | tuple) else (params["axis_name"],)
+    if collective.has_pairs and axis.name in names:
+        if len(names) > 1:
+            raise NotImplementedError(f"{collective.kind} over a vmapped axis and others at once: {names}")
+        (operand,), (dim,) = operands, dims
+        return _permute_batched(operand, dim, axis.size, _pairs(range(axis.size), params))
     return redirected(batching.fancy_primitive_batchers[collective.twin], priority, axis, operands, dims, **params)
+
+
+def _permute_batched(operand: Any, dim: int | None, size: int, pairs: Sequence[tuple[int, int]]) -> tuple[Any, int | None]:
+    """The permutation along a vmapped dimension; `dim` None: all indices have the same operand."""
+    source = {dst: src for src, dst in pairs}
+    if dim is None:
+        if len(source) == size:
+            return operand, None
+        operand, dim = jnp.broadcast_to(operand, (size, *operand.shape)), 0
+    moved = jnp.take(operand, np.array([source.get(index, 0) for index in range(size)]), axis=dim)
+    if len(source) == size:
+        return moved, dim
+    receives = np.isin(np.arange(size), list(source)).reshape([-1 if axis == dim else 1 for axis in range(moved.ndim)])
+    return jnp.where(receives, moved, jnp.zeros_like(moved)), dim
 
 
 def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, priority: str, **params: Any) -> Any:
     return mlir.lower_fun(lambda *args: twin.bind(*args, **params), multiple_results=False)(ctx, *operands)
 
 
-def _lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, priority: str, **params: Any) -> Any:
+def _lower(collective: Collective, ctx: Any, operand: Any, *, priority: str, **params: Any) -> Any:
     """Emits the custom call, or nothing but data where nothing moves."""
     runtime.register_targets()
     context = ctx.module_context.axis_context
@@ -182,7 +216,7 @@ def _lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, pri
     attributes = {
         "kind": collective.kind,
         "module": _module_name(ctx),
-        "groups": _device_ids(context.mesh, groups, platform).reshape(-1),
+        "groups": _device_ids(context.mesh, groups).reshape(-1),
         "group_size": len(groups[0]),
         "dtype": str(data.dtype),
         "itemsize": _carrier(physical.dtype).itemsize,
@@ -208,19 +242,20 @@ def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
     (given,), (wanted,) = ctx.avals_in, ctx.avals_out
     inner = ctx.replace(avals_in=[carried(given)], avals_out=[carried(wanted)])
     operand = _convert(ctx, operand, given, carried(given))
-    # XLA:CPU runs a program that has side effects outside its fast path (90 us each time). A collective needs none: all ranks compile the same
-    # program, so what XLA drops or merges it drops or merges on all of them. A send and its recv must stay even where nothing uses the result.
+    # XLA:CPU runs a program that has side effects outside its fast path (90 us each time). A collective needs none: all ranks compile the
+    # same program, so what XLA drops or merges it drops or merges on all of them. A send and its recv must stay even where nothing uses the
+    # result.
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=attributes["kind"] in ("send", "recv"))
     (result,) = lowering(inner, operand, **attributes)
     return _convert(ctx, result, carried(wanted), wanted)
 
 
 def _carrier(dtype: np.dtype) -> np.dtype:
-    """The type in which `dtype` lies in the engine's buffers, one that holds each of its values exactly."""
-    if jax.dtypes.issubdtype(dtype, np.integer) and jax.numpy.iinfo(dtype).bits < 8:
-        return np.dtype(np.int8 if jax.dtypes.issubdtype(dtype, np.signedinteger) else np.uint8)
-    if dtype.name in ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"):
-        return np.dtype(jax.numpy.bfloat16)
+    """The type in which `dtype` lies in the engine's buffers: of at least a byte, and able to hold each value of `dtype` exactly."""
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:
+        return np.dtype(jnp.float8_e4m3fn)
     return dtype
 
 
@@ -249,26 +284,20 @@ def _site(collective: Collective, ctx: Any, attributes: Params) -> int:
         return next(ctx.module_context.channel_iterator)
     # A dictionary that lives as long as the module's lowering, for state of primitives. Ours takes it through the module's nested contexts.
     numbers = ctx.module_context.cached_primitive_lowerings.setdefault(TARGET, {})
-    what = tuple(attributes[name].tobytes() for name in ("groups", "pairs", "shape")) + (attributes["dtype"],)
+    what = (*(attributes[name].tobytes() for name in ("groups", "pairs", "shape")), attributes["dtype"])
     count = numbers[collective.kind, what] = numbers.get((collective.kind, what), 0) + 1
     return numbers.setdefault((what, count), -1 - sum(1 for key in numbers if isinstance(key[1], int)))
 
 
-def _device_ids(mesh: Any, groups: Groups, platform: str) -> np.ndarray:
-    """Global device ids of the groups, in an array of shape [groups, ranks]. Connects the processes of this process's groups.
+def _device_ids(mesh: Any, groups: Groups) -> np.ndarray:
+    """Global device ids of the groups, in an array of shape [groups, ranks]. Connects this process with those that share a group with it.
 
-    An abstract mesh says nothing of devices: it stands for the first ones in jax's order, as where jax itself has to choose. Devices of a
-    topology that is only described (ahead-of-time compilation) need no engine.
+    Devices of a topology that is only described (ahead-of-time compilation) need no engine. An abstract mesh doesn't say which devices the
+    program will run on, so there are no groups: such a lowering can be read, but its compilation fails with a message that says what to do.
     """
-    if isinstance(mesh, Mesh):
-        devices = list(mesh.devices.flat)
-    else:
-        try:
-            devices = jax.devices(platform)[: mesh.size]
-        except RuntimeError:  # lowering for a platform that isn't here
-            devices = []
-        if len(devices) < mesh.size:
-            return np.array(groups, np.int64)
+    if not isinstance(mesh, Mesh):
+        return np.empty((0, len(groups[0])), np.int64)
+    devices = list(mesh.devices.flat)
     if runtime.has_device(devices[0]):
         here = jax.process_index()
         spans = [{devices[partition].process_index for partition in group} for group in groups]

@@ -69,7 +69,7 @@ def shutdown() -> None:
 
 
 def stats() -> dict[str, Any]:
-    """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by the engine that moved them, failures."""
+    """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by what moved them, failures."""
     with _lock:
         _ensure_started()
         return dict(_native.stats())
@@ -83,7 +83,7 @@ def reset_stats() -> None:
 
 
 def topology() -> dict[str, Any]:
-    """This process's node, and the processes of the job: their devices (`jax.Device.id`), whether they are connected and how they are reached."""
+    """This process's node, and the job's processes: their devices (`jax.Device.id`), are they connected, is their memory read directly."""
     with _lock:
         _ensure_started()
         return dict(_native.topology())
@@ -159,7 +159,9 @@ def _ffi_ordinal(device: jax.Device) -> int:
 def _key_value_store() -> Any:
     client = distributed.global_state.client
     if client is None:
-        raise RuntimeError("hoccl_jax: several processes meet through jax.distributed, which is not initialized: call jax.distributed.initialize()")
+        raise RuntimeError(
+            "hoccl_jax: several processes meet through jax.distributed, which is not initialized: call jax.distributed.initialize()"
+        )
     return client
 
 
@@ -208,8 +210,8 @@ def _register_handlers() -> None:
     runtime = _xla_ffi_version()
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise ImportError(
-            f"hoccl_jax was built for version {built[0]}.{built[1]} of XLA's FFI, but jaxlib {jax.lib.__version__} has {runtime[0]}.{runtime[1]}: "
-            "upgrade jaxlib, or build hoccl_jax with the FFI headers of this one"
+            f"hoccl_jax was built for version {built[0]}.{built[1]} of XLA's FFI, but jaxlib {jax.lib.__version__} has "
+            f"{runtime[0]}.{runtime[1]}: upgrade jaxlib, or build hoccl_jax with the FFI headers of this one"
         )
     for platform, targets in _native.registrations().items():
         for target, stages in targets.items():

@@ -60,8 +60,13 @@ Result<std::shared_ptr<const Call>> CallFromAttributes(const ffi::Dictionary& at
   operation.kind = *kind;
   if (pairs.size() % 2 != 0) return InvalidArgument("attribute 'pairs' has an odd length");
   for (size_t i = 0; i < pairs.size(); i += 2) operation.pairs.emplace_back(static_cast<int>(pairs[i]), static_cast<int>(pairs[i + 1]));
+  if (devices.empty()) {
+    return FailedPrecondition(kind_name +
+                              " was lowered for an abstract mesh, which does not say on which devices it runs: give shard_map the concrete "
+                              "mesh, or make it the context's with jax.set_mesh");
+  }
   const auto group_size = static_cast<size_t>(operation.group_size);
-  if (operation.group_size < 1 || devices.empty() || devices.size() % group_size != 0) {
+  if (operation.group_size < 1 || devices.size() % group_size != 0) {
     return InvalidArgument("attribute 'groups' is not a number of groups of 'group_size' devices");
   }
   std::vector<std::vector<int64_t>> groups;
