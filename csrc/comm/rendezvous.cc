@@ -267,7 +267,7 @@ Status Rendezvous::CheckAgreement(Meeting* meeting, const PostRequest& request, 
   const Communicator& communicator = request.plan->communicator;
   const auto entry = meetings_.find({meeting->key.site, meeting->key.run});
   for (Meeting* other = entry->second; other != nullptr; other = other->next) {
-    if (other->key.communicator == meeting->key.communicator || other->failed()) continue;
+    if (other->key.communicator == meeting->key.communicator) continue;
     for (const Slot& slot : other->slots) {
       if (!slot.remote.posted) continue;
       const auto member = std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device);
@@ -488,7 +488,7 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   // Has this device been expected at the same call of the same run with another group?
   const auto entry = meetings_.find({message.key.site, message.key.run});
   for (Meeting* other = entry->second; other != nullptr; other = other->next) {
-    if (other->plan == nullptr || other->failed() || other->key.communicator == message.key.communicator) continue;
+    if (other->plan == nullptr || other->key.communicator == message.key.communicator) continue;
     const Communicator& communicator = other->plan->communicator;
     const auto member = std::find(communicator.devices.begin(), communicator.devices.end(), message.device);
     if (member == communicator.devices.end()) continue;
