@@ -27,7 +27,8 @@ class Reader {
   T Get(std::string_view name) {
     ffi::ErrorOr<T> value = attributes_.get<T>(name);
     if (value.has_value()) return *value;
-    if (status_.ok()) status_ = InvalidArgument("custom call without a proper attribute '" + std::string(name) + "': " + value.error().message());
+    if (status_.ok())
+      status_ = InvalidArgument("custom call without a proper attribute '" + std::string(name) + "': " + value.error().message());
     return {};
   }
 
@@ -70,7 +71,8 @@ Result<std::shared_ptr<const Call>> CallFromAttributes(const ffi::Dictionary& at
     return InvalidArgument("attribute 'groups' is not a number of groups of 'group_size' devices");
   }
   std::vector<std::vector<int64_t>> groups;
-  for (auto group = devices.begin(); group != devices.end(); group += operation.group_size) groups.emplace_back(group, group + operation.group_size);
+  for (auto group = devices.begin(); group != devices.end(); group += operation.group_size)
+    groups.emplace_back(group, group + operation.group_size);
   site.ordinal = NextOrdinal(site.module, site.site, operation.kind);
   return Call::Make(std::move(operation), std::move(groups), std::move(site));
 }

@@ -55,14 +55,16 @@ std::byte* BytesOf(const ffi::AnyBuffer& buffer) {
   return buffer.element_type() == ffi::DataType::TOKEN ? nullptr : static_cast<std::byte*>(buffer.untyped_data());
 }
 
-ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary) {
+ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                    ffi::Dictionary) {
   WorldGuard world;
   if (!world) return Failed(FailedPrecondition("hoccl_jax does not run in this process: call hoccl_jax.init()"));
   const Result<Binding*> binding = state->bound.For(world.get(), WorldGeneration(), ordinal);
   if (!binding.ok()) return Failed(binding.status());
   const ffi::ErrorOr<ffi::AnyBuffer> operand = operands.get<ffi::AnyBuffer>(0);
   ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> result = results.get<ffi::AnyBuffer>(0);
-  if (!operand.has_value() || !result.has_value()) return Failed(InvalidArgument("hoccl_collective takes one operand and gives one result"));
+  if (!operand.has_value() || !result.has_value())
+    return Failed(InvalidArgument("hoccl_collective takes one operand and gives one result"));
 
   auto pending = std::make_unique<PendingPromise>();
   ffi::Future future(pending->promise);
@@ -75,14 +77,9 @@ ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::Remai
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::State<CpuState>>()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kExecute, Execute,
+    ffi::Ffi::Bind().Ctx<ffi::State<CpuState>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace
 

@@ -43,7 +43,8 @@ T Setting(const nb::dict& config, const char* name, T fallback) {
   return config.contains(name) ? nb::cast<T>(config[name]) : fallback;
 }
 
-void Start(const nb::dict& config, int process_index, int process_count, const std::vector<std::tuple<int64_t, int32_t, std::string>>& devices) {
+void Start(const nb::dict& config, int process_index, int process_count,
+           const std::vector<std::tuple<int64_t, int32_t, std::string>>& devices) {
   WorldOptions options;
   options.process = process_index;
   options.process_count = process_count;

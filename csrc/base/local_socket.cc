@@ -60,7 +60,8 @@ Result<UniqueFd> ConnectLocal(const std::string& name) {
   if (!address.ok()) return address.status();
   Result<UniqueFd> socket = NewSocket();
   if (!socket.ok()) return socket.status();
-  if (::connect(socket->get(), reinterpret_cast<const sockaddr*>(&address->raw), address->length) != 0) return ErrnoStatus("connect", errno);
+  if (::connect(socket->get(), reinterpret_cast<const sockaddr*>(&address->raw), address->length) != 0)
+    return ErrnoStatus("connect", errno);
   return socket;
 }
 

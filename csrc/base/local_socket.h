@@ -1,5 +1,5 @@
-// Message sockets between processes of one host. They carry the control messages and file descriptors of shared memory; their end of file is
-// how the death of a peer is noticed at once. Names are abstract (Linux), so nothing is left in the file system.
+// Message sockets between processes of one host. They carry the control messages and file descriptors of shared memory; their end of file
+// is how the death of a peer is noticed at once. Names are abstract (Linux), so nothing is left in the file system.
 #ifndef HOCCL_BASE_LOCAL_SOCKET_H_
 #define HOCCL_BASE_LOCAL_SOCKET_H_
 
@@ -28,8 +28,8 @@ SendOutcome SendMessage(const UniqueFd& socket, std::span<const std::byte> messa
 
 enum class ReceiveOutcome { kReceived, kWouldBlock, kPeerGone };
 
-// Receives one message into `buffer`; `size` is its length, `fd` the descriptor beside it, if any. A message longer than the buffer counts as
-// a peer that is gone, since no peer of this version sends one.
+// Receives one message into `buffer`; `size` is its length, `fd` the descriptor beside it, if any. A message longer than the buffer counts
+// as a peer that is gone, since no peer of this version sends one.
 ReceiveOutcome ReceiveMessage(const UniqueFd& socket, std::span<std::byte> buffer, size_t* size, UniqueFd* fd);
 
 }  // namespace hoccl

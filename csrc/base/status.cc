@@ -33,8 +33,6 @@ std::string Status::ToString() const {
   return std::string(CodeName(code_)) + ": " + message_;
 }
 
-Status ErrnoStatus(std::string_view what, int error_number) {
-  return Internal(std::string(what) + ": " + std::strerror(error_number));
-}
+Status ErrnoStatus(std::string_view what, int error_number) { return Internal(std::string(what) + ": " + std::strerror(error_number)); }
 
 }  // namespace hoccl

@@ -57,8 +57,8 @@ Status ErrnoStatus(std::string_view what, int error_number);
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                // NOLINT: implicit, as in std::expected
-  Result(Status status) : status_(std::move(status)) {}        // NOLINT: implicit, as in std::expected
+  Result(T value) : value_(std::move(value)) {}          // NOLINT: implicit, as in std::expected
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT: implicit, as in std::expected
 
   bool ok() const { return value_.has_value(); }
   const Status& status() const { return status_; }
@@ -73,8 +73,8 @@ class [[nodiscard]] Result {
   Status status_;
 };
 
-#define HOCCL_RETURN_IF_ERROR(expression)                 \
-  do {                                                    \
+#define HOCCL_RETURN_IF_ERROR(expression)                                                        \
+  do {                                                                                           \
     if (::hoccl::Status hoccl_status_ = (expression); !hoccl_status_.ok()) return hoccl_status_; \
   } while (false)
 

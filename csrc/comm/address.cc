@@ -14,7 +14,7 @@ namespace {
 constexpr char kVersion[] = "hoccl-address-1";
 
 std::string NamespaceId(const char* path) {
-  struct stat info {};
+  struct stat info{};
   if (::stat(path, &info) != 0) return "unknown";
   return std::to_string(info.st_ino);
 }
@@ -23,8 +23,8 @@ std::string NamespaceId(const char* path) {
 
 std::string Address::Serialize() const {
   std::ostringstream out;
-  out << kVersion << ' ' << process << ' ' << pid << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address << ' ' << probe_value
-      << ' ' << devices.size();
+  out << kVersion << ' ' << process << ' ' << pid << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address << ' '
+      << probe_value << ' ' << devices.size();
   for (const DeviceEntry& device : devices) out << ' ' << device.global_id << ' ' << device.local_ordinal;
   return out.str();
 }
@@ -37,7 +37,8 @@ Result<Address> Address::Parse(const std::string& text) {
   in >> version >> address.process >> address.pid >> address.node >> address.socket >> address.token >> address.probe_address >>
       address.probe_value >> device_count;
   constexpr size_t kMostDevices = 1 << 16;
-  if (!in || version != kVersion || device_count > kMostDevices) return InvalidArgument("not an address of this version of hoccl-jax: " + text);
+  if (!in || version != kVersion || device_count > kMostDevices)
+    return InvalidArgument("not an address of this version of hoccl-jax: " + text);
   address.devices.resize(device_count);
   for (DeviceEntry& device : address.devices) in >> device.global_id >> device.local_ordinal;
   if (!in) return InvalidArgument("address is cut short: " + text);

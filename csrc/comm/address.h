@@ -21,9 +21,9 @@ struct DeviceEntry {
 struct Address {
   int process = 0;
   int64_t pid = 0;
-  std::string node;    // equal for processes that can meet through local sockets and read each other's memory
-  std::string socket;  // name of the listening local socket
-  std::string token;   // whoever connects must present it
+  std::string node;            // equal for processes that can meet through local sockets and read each other's memory
+  std::string socket;          // name of the listening local socket
+  std::string token;           // whoever connects must present it
   uint64_t probe_address = 0;  // where in the process's memory ...
   uint64_t probe_value = 0;    // ... this value stands, to find out whether it can be read
   std::vector<DeviceEntry> devices;

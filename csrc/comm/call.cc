@@ -32,7 +32,8 @@ uint64_t SignatureOf(const Operation& operation) {
 Status CheckGroups(const std::vector<std::vector<int64_t>>& groups, int group_size) {
   std::set<int64_t> seen;
   for (const auto& group : groups) {
-    if (static_cast<int>(group.size()) != group_size) return InvalidArgument("groups must all have " + std::to_string(group_size) + " devices");
+    if (static_cast<int>(group.size()) != group_size)
+      return InvalidArgument("groups must all have " + std::to_string(group_size) + " devices");
     for (int64_t device : group) {
       if (!seen.insert(device).second) return InvalidArgument("device " + std::to_string(device) + " is in the groups twice");
     }

@@ -27,7 +27,8 @@ std::string Communicator::ToString() const {
 }
 
 std::string Communicator::RankName(int rank) const {
-  return "rank " + std::to_string(rank) + " (device " + std::to_string(devices[rank]) + ", process " + std::to_string(processes[rank]) + ")";
+  return "rank " + std::to_string(rank) + " (device " + std::to_string(devices[rank]) + ", process " + std::to_string(processes[rank]) +
+         ")";
 }
 
 GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int this_process)

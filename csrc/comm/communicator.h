@@ -17,7 +17,7 @@ struct Communicator {
   Communicator(std::vector<int64_t> devices, std::vector<int> processes);
 
   int size() const { return static_cast<int>(devices.size()); }
-  std::string ToString() const;      // "{0, 1, 2048}"
+  std::string ToString() const;          // "{0, 1, 2048}"
   std::string RankName(int rank) const;  // "rank 2 (device 2048, process 1)"
 
   uint64_t id = 0;
@@ -42,12 +42,12 @@ struct GroupPlan {
 
   std::shared_ptr<const Call> call;
   Communicator communicator;
-  std::vector<RankPlan> ranks;     // of other processes' ranks nothing is filled in
-  std::vector<int> unread;         // rank -> flows that this process reads from it, for ranks of other processes
+  std::vector<RankPlan> ranks;       // of other processes' ranks nothing is filled in
+  std::vector<int> unread;           // rank -> flows that this process reads from it, for ranks of other processes
   std::vector<int> other_processes;  // of the communicator
-  int local_senders = 0;           // ranks of this process that have something to send
-  int local_receivers = 0;         // and to receive
-  int local_both = 0;              // and both
+  int local_senders = 0;             // ranks of this process that have something to send
+  int local_receivers = 0;           // and to receive
+  int local_both = 0;                // and both
 };
 
 }  // namespace hoccl

@@ -27,7 +27,7 @@ struct LocalPost {
   int rank = 0;
   bool posted = false;
   bool finished = false;
-  bool ended = false;  // the same as finished, for the caller to look at without the mutex (atomic_ref)
+  bool ended = false;           // the same as finished, for the caller to look at without the mutex (atomic_ref)
   bool caller_present = false;  // the thread that posts is still inside Post and takes the outcome itself
   Status outcome;
   Sides sides;
@@ -38,9 +38,9 @@ struct LocalPost {
   CompletionLane* lane = nullptr;
   Completion completion;
 
-  int unfinished = 0;          // flows of this process that touch its buffers, and processes that read its operand, yet to end
-  int active = 0;              // of the flows, those that run
-  std::vector<int> readers;    // processes that may still read the operand
+  int unfinished = 0;        // flows of this process that touch its buffers, and processes that read its operand, yet to end
+  int active = 0;            // of the flows, those that run
+  std::vector<int> readers;  // processes that may still read the operand
 
   // The list of posts that wait, oldest first.
   Clock::time_point since;
@@ -57,8 +57,8 @@ struct RemotePost {
   uint64_t signature = 0;
   uint32_t occurrence = 0;
   Source source;
-  int unread = 0;   // flows from it into this process, yet to end
-  int active = 0;   // of these, those that run
+  int unread = 0;         // flows from it into this process, yet to end
+  int active = 0;         // of these, those that run
   bool released = false;  // its process knows that nobody here reads it any more
   std::string brought;    // its operation, for people
 };
@@ -73,7 +73,7 @@ enum class FlowState : uint8_t { kWaiting, kRunning, kEnded };
 
 struct Meeting {
   MeetingKey key;
-  Meeting* next = nullptr;  // later meetings of the same site and run
+  Meeting* next = nullptr;                // later meetings of the same site and run
   std::shared_ptr<const GroupPlan> plan;  // null until a rank of this process has come
   std::vector<Slot> slots;                // by rank
   std::vector<FlowState> flows;

@@ -1,5 +1,5 @@
-// What proxies tell each other. One message is one packet of a local socket; both ends are the same build on the same host, so the layout is the
-// struct's.
+// What proxies tell each other. One message is one packet of a local socket; both ends are the same build on the same host, so the layout
+// is the struct's.
 #ifndef HOCCL_COMM_MESSAGE_H_
 #define HOCCL_COMM_MESSAGE_H_
 
@@ -35,7 +35,7 @@ struct Message {
   MessageType type = MessageType::kHello;
   int32_t rank = 0;
   int32_t group_size = 0;
-  int32_t number = 0;       // kFailed: the status code
+  int32_t number = 0;  // kFailed: the status code
   MeetingKey key;
   int64_t device = 0;       // kPost: global id of the rank's device
   uint64_t signature = 0;   // kPost: Call::signature
@@ -52,9 +52,7 @@ struct Message {
   std::string_view GetText() const { return {text, std::min<size_t>(text_bytes, sizeof(text))}; }
 
   // Only the used part of the text travels.
-  std::span<const std::byte> bytes() const {
-    return std::as_bytes(std::span(this, 1)).first(offsetof(Message, text) + text_bytes);
-  }
+  std::span<const std::byte> bytes() const { return std::as_bytes(std::span(this, 1)).first(offsetof(Message, text) + text_bytes); }
 };
 
 }  // namespace hoccl

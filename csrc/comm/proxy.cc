@@ -81,7 +81,8 @@ void Proxy::Wake() {
 }
 
 Status Proxy::Connect(const Address& peer) {
-  if (peer.process < 0 || peer.process >= options_.process_count) return InvalidArgument("no such process: " + std::to_string(peer.process));
+  if (peer.process < 0 || peer.process >= options_.process_count)
+    return InvalidArgument("no such process: " + std::to_string(peer.process));
   if (peer.process == options_.self.process) return {};
   if (peer.node != options_.self.node) {
     return Unimplemented("process " + std::to_string(peer.process) + " is on another host (" + peer.node + ", this one is " +

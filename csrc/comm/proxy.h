@@ -62,8 +62,8 @@ class Proxy {
 
   // Of connected processes:
   bool Connected(int process) const;
-  bool CanReadUs(int process) const;    // it reads this process's memory directly
-  bool CanRead(int process) const;      // and this one its
+  bool CanReadUs(int process) const;  // it reads this process's memory directly
+  bool CanRead(int process) const;    // and this one its
   pid_t Pid(int process) const;
   const std::byte* PeerSegment(int process, int64_t offset) const;
   // Its devices; empty when not connected.

@@ -14,8 +14,8 @@ namespace {
 // How long a failed operation waits for a live process to stop reading its operand before it cuts that process off.
 constexpr std::chrono::seconds kGrace{5};
 constexpr int kLargestGroup = 1 << 16;
-// The other ranks of a small operation mostly come within this time, and then the program goes on in the same thread, which saves waking its lane.
-// A bound this short can't deadlock anything.
+// The other ranks of a small operation mostly come within this time, and then the program goes on in the same thread, which saves waking
+// its lane. A bound this short can't deadlock anything.
 constexpr std::chrono::microseconds kLinger{20};
 constexpr int64_t kLingerBytes = 64 << 10;
 
@@ -320,7 +320,9 @@ void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Acti
     const Communicator& communicator = meeting->plan->communicator;
     const Status failure(status.code(), meeting->Describe(ReceiverOf(meeting, flow.dst)->occurrence) + ": copying from " +
                                             communicator.RankName(flow.src) + " to " + communicator.RankName(flow.dst) + " failed: " +
-                                            status.message());
+                                            (status.code() == Code::kUnavailable
+                                                 ? "process " + std::to_string(communicator.processes[flow.src]) + " has died"
+                                                 : status.message()));
     Fail(meeting, failure, true, actions);
   }
   LocalPost* receiver = ReceiverOf(meeting, flow.dst);
@@ -382,7 +384,8 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
   }
   for (Slot& slot : meeting->slots) {
     // Whoever told this process may not know of these; they must stop reading.
-    for (int process : tell_others ? std::vector<int>() : slot.sender.readers) TellFailure(*meeting, process, MessageType::kFailedToo, actions);
+    for (int process : tell_others ? std::vector<int>() : slot.sender.readers)
+      TellFailure(*meeting, process, MessageType::kFailedToo, actions);
     FinishIfOver(&slot.sender, actions);
     FinishIfOver(&slot.receiver, actions);
   }
@@ -571,7 +574,8 @@ void Rendezvous::OnProcessLost(int process, const std::string& how) {
       std::string ranks;
       for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
         Slot& slot = meeting->slots[rank];
-        const bool owner = meeting->plan != nullptr ? meeting->plan->communicator.processes[rank] == process : slot.remote.process == process;
+        const bool owner =
+            meeting->plan != nullptr ? meeting->plan->communicator.processes[rank] == process : slot.remote.process == process;
         if (owner && meeting->plan != nullptr) ranks += (ranks.empty() ? "" : ", ") + meeting->plan->communicator.RankName(rank);
         if (owner) needed = needed || meeting->plan == nullptr || slot.remote.unread > 0;
         if (owner && !slot.remote.posted) {
@@ -584,8 +588,8 @@ void Rendezvous::OnProcessLost(int process, const std::string& how) {
         const std::string lost = "process " + std::to_string(process) + " " + how;
         uint32_t occurrence = 0;
         for (const Slot& slot : meeting->slots) occurrence = std::max({occurrence, slot.sender.occurrence, slot.receiver.occurrence});
-        Fail(meeting, Unavailable(meeting->plan == nullptr ? lost : meeting->Describe(occurrence) + ": " + lost + ", and with it " + ranks), true,
-             actions);
+        Fail(meeting, Unavailable(meeting->plan == nullptr ? lost : meeting->Describe(occurrence) + ": " + lost + ", and with it " + ranks),
+             true, actions);
       }
       for (Slot& slot : meeting->slots) {
         StopReading(&slot.sender, process);  // the dead do not read
@@ -607,7 +611,8 @@ Status Rendezvous::DeadlineError(const LocalPost& post) const {
     for (const Meeting* other = first; other != nullptr; other = other->next) {
       if (other == &meeting || (other->failed() && other->failed_at < post.since)) continue;  // old failures say nothing of this call
       for (const Slot& slot : other->slots) {
-        const bool member = std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device) != communicator.devices.end();
+        const bool member =
+            std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device) != communicator.devices.end();
         if (!slot.remote.posted || slot.remote.withdrawn || !member) continue;
         text += "; device " + std::to_string(slot.remote.device) + (other->failed() ? " waited" : " waits") + " elsewhere, in " +
                 slot.remote.brought;

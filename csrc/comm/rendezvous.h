@@ -1,11 +1,11 @@
 // Brings the ranks of an operation together. A flow starts as soon as both of its ends have come; nobody waits for the rest of the group.
 //
-// Posts meet by (call site, run). Within one key a rank's posts are used in the order in which they come: the first goes to the first meeting in
-// which the rank is still missing. What the ranks brought is compared when they meet.
+// Posts meet by (call site, run). Within one key a rank's posts are used in the order in which they come: the first goes to the first
+// meeting in which the rank is still missing. What the ranks brought is compared when they meet.
 //
-// When a meeting fails (ranks disagree, one does not come in time, a process dies, a copy fails) every process of the communicator is told, and
-// each rank here gets the error as soon as nothing touches its buffers any more. The failed meeting stays for latecomers, so that they get the
-// same error, and no later meeting gets their posts.
+// When a meeting fails (ranks disagree, one does not come in time, a process dies, a copy fails) every process of the communicator is told,
+// and each rank here gets the error as soon as nothing touches its buffers any more. The failed meeting stays for latecomers, so that they
+// get the same error, and no later meeting gets their posts.
 #ifndef HOCCL_COMM_RENDEZVOUS_H_
 #define HOCCL_COMM_RENDEZVOUS_H_
 
@@ -74,7 +74,9 @@ class Rendezvous : public TransferObserver, public ProxyListener {
     friend bool operator==(const SiteRun&, const SiteRun&) = default;
   };
   struct SiteRunHash {
-    size_t operator()(const SiteRun& key) const { return static_cast<size_t>(key.site ^ (static_cast<uint64_t>(key.run) * 0x9e3779b97f4a7c15ull)); }
+    size_t operator()(const SiteRun& key) const {
+      return static_cast<size_t>(key.site ^ (static_cast<uint64_t>(key.run) * 0x9e3779b97f4a7c15ull));
+    }
   };
 
   // Copies the operand into the shared segment if a process that reads it cannot read this one's memory.

@@ -115,7 +115,8 @@ Result<Communicator> World::MakeCommunicator(const std::vector<int64_t>& group) 
   for (int64_t device : group) {
     const auto owner = owners.find(device);
     if (owner == owners.end()) {
-      return FailedPrecondition("device " + std::to_string(device) + " belongs to no process that this one is connected with; call hoccl_jax.init() in "
+      return FailedPrecondition("device " + std::to_string(device) +
+                                " belongs to no process that this one is connected with; call hoccl_jax.init() in "
                                 "every process before running the program");
     }
     processes.push_back(owner->second);

@@ -1,5 +1,5 @@
-// This process's part of the job: its devices, its connections with the other processes, and the engine. Everything that runs a collective goes
-// through Post.
+// This process's part of the job: its devices, its connections with the other processes, and the engine. Everything that runs a collective
+// goes through Post.
 #ifndef HOCCL_COMM_WORLD_H_
 #define HOCCL_COMM_WORLD_H_
 
@@ -47,7 +47,7 @@ class World {
   ~World();  // fails what is still waiting
 
   std::string address() const { return address_.Serialize(); }
-  Status Connect(const std::string& address) ;
+  Status Connect(const std::string& address);
 
   // `plans` caches the plan of each group, so that the devices of a group share one.
   using PlanCache = std::map<const std::vector<int64_t>*, std::shared_ptr<const GroupPlan>>;
@@ -56,8 +56,8 @@ class World {
   // Global id of the device that XLA calls `ordinal`; an error if it is not of this process.
   Result<int64_t> GlobalId(int32_t ordinal) const;
 
-  // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called on the
-  // device's lane. The operand must stay valid, and the result belongs to the engine, until then.
+  // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called
+  // on the device's lane. The operand must stay valid, and the result belongs to the engine, until then.
   bool Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome);
 
   Statistics& statistics() { return statistics_; }

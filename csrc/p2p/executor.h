@@ -1,5 +1,5 @@
-// Runs transfers on the host's copy threads. Transfers advance chunk by chunk in turns, so a short one is never stuck behind a long one, and
-// receivers of the same source read it while it is in the cache. Background chunks run only when no foreground chunk waits.
+// Runs transfers on the host's copy threads. Transfers advance chunk by chunk in turns, so a short one is never stuck behind a long one,
+// and receivers of the same source read it while it is in the cache. Background chunks run only when no foreground chunk waits.
 #ifndef HOCCL_P2P_EXECUTOR_H_
 #define HOCCL_P2P_EXECUTOR_H_
 

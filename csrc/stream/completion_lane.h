@@ -1,5 +1,6 @@
-// A thread that tells one device's program that its operations are done. Each local device has its own: what a notification runs is the rest of
-// that device's program, which may block in a collective of XLA's own until other devices come, and they are told by their own lanes.
+// A thread that tells one device's program that its operations are done. Each local device has its own: what a notification runs is the
+// rest of that device's program, which may block in a collective of XLA's own until other devices come, and they are told by their own
+// lanes.
 #ifndef HOCCL_STREAM_COMPLETION_LANE_H_
 #define HOCCL_STREAM_COMPLETION_LANE_H_
 

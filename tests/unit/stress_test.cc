@@ -1,4 +1,5 @@
-// Eight devices, thousands of random collectives over random groups, each device in its own order. No deadlock, every byte right, memory flat.
+// Eight devices, thousands of random collectives over random groups, each device in its own order. No deadlock, every byte right, memory
+// flat.
 #include <gtest/gtest.h>
 #include <malloc.h>
 
@@ -114,7 +115,8 @@ void RunDevice(Job& job, const std::vector<Step>& steps, int64_t device, int64_t
       for (size_t i = 0; i < operand.size(); ++i) operand[i] = Word(index, device, static_cast<int64_t>(i));
       results[index - first].assign(static_cast<size_t>(step.operation.ResultBytes() / 4), -1);
       Instance instance(MakeCall(step.operation, step.groups, index));
-      futures[index - first] = instance.Start(job.WorldOf(static_cast<int>(device)), device, run, operand.data(), results[index - first].data());
+      futures[index - first] =
+          instance.Start(job.WorldOf(static_cast<int>(device)), device, run, operand.data(), results[index - first].data());
     }
     for (int index = first; index < last; ++index) {
       const Status status = futures[index - first].get();

@@ -136,7 +136,8 @@ TEST(WorldTest, ARankThatDoesNotComeIsNamedAtTheDeadlineAndGetsTheErrorWhenItCom
   std::vector<std::vector<int32_t>> results(4, std::vector<int32_t>(16));
   std::vector<Instance> instances(4, instance);
   std::vector<std::future<Status>> waiting;
-  for (int device : {0, 1, 2}) waiting.push_back(instances[device].Start(job.WorldOf(device), device, 1, operand.data(), results[device].data()));
+  for (int device : {0, 1, 2})
+    waiting.push_back(instances[device].Start(job.WorldOf(device), device, 1, operand.data(), results[device].data()));
   for (std::future<Status>& future : waiting) {
     const Status status = future.get();
     EXPECT_EQ(status.code(), Code::kDeadlineExceeded) << status.ToString();

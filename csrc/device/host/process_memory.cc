@@ -16,6 +16,7 @@ Status ReadRows(pid_t pid, std::span<iovec> local, std::span<iovec> remote) {
   while (!local.empty()) {
     const ssize_t got = ::process_vm_readv(pid, local.data(), local.size(), remote.data(), remote.size(), 0);
     if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == ESRCH) return Unavailable("process_vm_readv: the process is gone");
     if (got <= 0) return ErrnoStatus("process_vm_readv from process " + std::to_string(pid), got == 0 ? EFAULT : errno);
     size_t left = static_cast<size_t>(got);
     while (left > 0) {

@@ -15,7 +15,7 @@ namespace hoccl {
 // Lets processes of the same user read this one, which the Yama security module (Ubuntu's default) otherwise refuses between siblings.
 void AllowProcessReads();
 
-// Copies from `src`, an address in process `pid`, to `dst` in this one.
+// Copies from `src`, an address in process `pid`, to `dst` in this one. UNAVAILABLE when the process has died.
 Status ReadProcessMemory(pid_t pid, std::byte* dst, uint64_t src, const StridedCopy& copy);
 
 }  // namespace hoccl

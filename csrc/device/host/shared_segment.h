@@ -1,5 +1,5 @@
-// Memory that other processes of the host can map, for peers whose memory can't be read directly. It is an anonymous file (memfd): it has no
-// name, so nothing is left behind however the process ends.
+// Memory that other processes of the host can map, for peers whose memory can't be read directly. It is an anonymous file (memfd): it has
+// no name, so nothing is left behind however the process ends.
 #ifndef HOCCL_DEVICE_HOST_SHARED_SEGMENT_H_
 #define HOCCL_DEVICE_HOST_SHARED_SEGMENT_H_
 
