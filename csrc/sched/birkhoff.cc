@@ -1,9 +1,9 @@
 // Birkhoff-von Neumann decomposition with large stages first.
 //
-// The matrix is counted in units of error * B / n, rounding up, and filled up with idle units until all rows and columns have the same sum.
-// Such a matrix always has a perfect matching among its positive entries. To get long stages, only entries of at least `threshold_` are
-// looked at while they have a perfect matching; then the threshold halves. After a stage the matching is kept but for the entries that fell
-// below.
+// The matrix is counted in units of error * B / n or `least_unit`, rounding up, and filled up with idle units until all rows and columns
+// have the same sum. Such a matrix always has a perfect matching among its positive entries. To get long stages, only entries of at least
+// `threshold_` are looked at while they have a perfect matching; then the threshold halves. After a stage the matching is kept but for the
+// entries that fell below.
 #include "csrc/sched/birkhoff.h"
 
 #include <algorithm>
@@ -120,9 +120,9 @@ class PerfectMatching {
 
 class Decomposition {
  public:
-  Decomposition(int n, const std::vector<int64_t>& matrix, double error) : n_(n), matrix_(matrix), matching_(n) {
+  Decomposition(int n, const std::vector<int64_t>& matrix, double error, int64_t least_unit) : n_(n), matrix_(matrix), matching_(n) {
     int64_t largest = LargestSum(n, matrix);
-    unit_ = std::max<int64_t>(1, static_cast<int64_t>(error * static_cast<double>(largest) / n));
+    unit_ = std::max(least_unit, static_cast<int64_t>(error * static_cast<double>(largest) / n));
     units_.reserve(matrix.size());
     for (int64_t entry : matrix) units_.push_back((entry + unit_ - 1) / unit_);
     served_.resize(matrix.size());
@@ -137,7 +137,7 @@ class Decomposition {
     std::vector<Matching> stages;
     while (unserved_ > 0) {
       if (!matching_.Complete()) {
-        threshold_ /= 2;  // never below 1: all sums are equal, so positive entries have a perfect matching
+        threshold_ = threshold_ * 3 / 4;  // never below 1: all sums are equal, so positive entries have a perfect matching
         AdmitLarge();
         continue;
       }
@@ -232,6 +232,8 @@ int64_t LargestSum(int n, const std::vector<int64_t>& matrix) {
   return n == 0 ? 0 : std::max(std::ranges::max(rows), std::ranges::max(columns));
 }
 
-std::vector<Matching> Decompose(int n, const std::vector<int64_t>& matrix, double error) { return Decomposition(n, matrix, error).Run(); }
+std::vector<Matching> Decompose(int n, const std::vector<int64_t>& matrix, double error, int64_t least_unit) {
+  return Decomposition(n, matrix, error, least_unit).Run();
+}
 
 }  // namespace hoccl

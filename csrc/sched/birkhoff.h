@@ -28,8 +28,9 @@ struct Matching {
 int64_t LargestSum(int n, const std::vector<int64_t>& matrix);
 
 // Stages that serve all of `matrix` (n x n, row by row, entries >= 0, sums within 62 bits). With B the largest row or column sum, their
-// lengths add up to at most (1 + error) B, and there are at most n (1 + 2 / error) of them; error > 0. Deterministic.
-std::vector<Matching> Decompose(int n, const std::vector<int64_t>& matrix, double error);
+// lengths add up to at most (1 + error) B + n * least_unit, and there are at most n (1 + 2 / error) of them; error > 0, least_unit > 0.
+// Entries of less than `least_unit` are served in one stage. Deterministic.
+std::vector<Matching> Decompose(int n, const std::vector<int64_t>& matrix, double error, int64_t least_unit = 1);
 
 }  // namespace hoccl
 

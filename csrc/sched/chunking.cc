@@ -2,6 +2,7 @@
 #include "csrc/sched/chunking.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <utility>
 
@@ -14,22 +15,26 @@ bool IsOwnRail(const Topology& topology, const Piece& flow, int rail) {
   return flow.dst >= 0 && topology.RailHome(topology.node_of(flow.dst), rail) == flow.dst;
 }
 
+// Fills rails up to the same height.
 class RailFiller {
  public:
   RailFiller(const Topology& topology, int first_rail, int rails_used, int64_t capacity)
       : topology_(topology), first_rail_(first_rail), rails_used_(rails_used), pieces_(topology.rails()), room_(rails_used, capacity) {}
 
-  // Puts as much of the flow as fits on the rail it likes best, and returns the rest.
-  Piece PutOnOwn(const Piece& flow) {
-    int start = topology_.local_of(flow.src) + 1;
-    int choice = 0;
-    while (choice + 1 < rails_used_ && IsOwnRail(topology_, flow, Rail(start + choice))) ++choice;
-    return Put(flow, start + choice);
+  // Puts a flow, whole, on the rail it likes best, or else on the emptiest. Shares of a flow, by `turn`, like different ones. False if it
+  // fits nowhere.
+  bool PutWhole(const Piece& flow, int turn) {
+    int choice = topology_.local_of(flow.src) + 1 + turn;
+    for (int step = 0; step + 1 < rails_used_ && IsOwnRail(topology_, flow, Rail(choice)); ++step) ++choice;
+    if (room_[choice % rails_used_] < flow.bytes) choice = static_cast<int>(std::ranges::max_element(room_) - room_.begin());
+    if (room_[choice % rails_used_] < flow.bytes) return false;
+    Put(flow, choice);
+    return true;
   }
 
   // Puts the flow wherever there is room. All flows together fit.
-  void PutAnywhere(Piece flow) {
-    for (int step = 0; step < rails_used_ && flow.bytes > 0; ++step) flow = Put(flow, topology_.local_of(flow.src) + 1 + step);
+  void PutInParts(Piece flow) {
+    for (int choice = 0; choice < rails_used_ && flow.bytes > 0; ++choice) flow = Put(flow, choice);
   }
 
   std::vector<std::vector<Piece>> TakePieces() { return std::move(pieces_); }
@@ -37,6 +42,7 @@ class RailFiller {
  private:
   int Rail(int choice) const { return (first_rail_ + choice % rails_used_) % topology_.rails(); }
 
+  // Puts as much of the flow as fits, and returns the rest.
   Piece Put(Piece flow, int choice) {
     int64_t& room = room_[choice % rails_used_];
     int64_t bytes = std::min(flow.bytes, room);
@@ -54,31 +60,32 @@ class RailFiller {
   std::vector<int64_t> room_;  // left on each used rail
 };
 
-std::vector<std::vector<Piece>> FillRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
-  int64_t total = 0;
-  for (const Piece& flow : flows) total += flow.bytes;
-  int64_t quantum = kCutAlignment * rails_used;
-  RailFiller filler(topology, first_rail, rails_used, (total + quantum - 1) / quantum * kCutAlignment);
-  std::vector<Piece> rest;
-  for (const Piece& flow : flows) {
-    Piece left = filler.PutOnOwn(flow);
-    if (left.bytes > 0) rest.push_back(left);
-  }
-  for (const Piece& flow : rest) filler.PutAnywhere(flow);
-  return filler.TakePieces();
-}
+struct Share {
+  Piece piece;
+  int turn = 0;  // among those of its flow
+};
 
-std::vector<std::vector<Piece>> CutEvenly(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
-  std::vector<std::vector<Piece>> pieces(topology.rails());
+// Cuts flows into shares of at least a chunk, for as many rails as there are.
+std::vector<Share> CutIntoShares(const std::vector<Piece>& flows, int rails_used, int64_t chunk_bytes) {
+  std::vector<Share> shares;
   for (const Piece& flow : flows) {
-    int64_t share = (flow.bytes / rails_used + kCutAlignment - 1) / kCutAlignment * kCutAlignment;
-    for (int choice = 0; choice < rails_used; ++choice) {
-      int64_t begin = std::min(choice * share, flow.bytes);
-      int64_t end = choice + 1 == rails_used ? flow.bytes : std::min(begin + share, flow.bytes);
-      if (end > begin) pieces[(first_rail + choice) % topology.rails()].push_back({flow.src, flow.dst, flow.offset + begin, end - begin});
+    int64_t count = std::clamp<int64_t>(flow.bytes / chunk_bytes, 1, rails_used);
+    int64_t bytes = (flow.bytes / count + kCutAlignment) / kCutAlignment * kCutAlignment;
+    for (int turn = 0; turn * bytes < flow.bytes; ++turn) {
+      int64_t begin = turn * bytes;
+      shares.push_back({{flow.src, flow.dst, flow.offset + begin, std::min(bytes, flow.bytes - begin)}, turn});
     }
   }
-  return pieces;
+  return shares;
+}
+
+// The height to which rails are filled: an equal part of all bytes, and a little more, so that few flows have to be cut.
+int64_t RailCapacity(const std::vector<Piece>& flows, int rails_used) {
+  int64_t total = 0;
+  for (const Piece& flow : flows) total += flow.bytes;
+  int64_t even = total / rails_used + 1;
+  int64_t quantum = std::max(kCutAlignment, even / 256 / kCutAlignment * kCutAlignment);
+  return (even + quantum - 1) / quantum * quantum;
 }
 
 // Does one device's link need a large part of the time that the NICs need?
@@ -106,9 +113,19 @@ void RotateEnds(const Topology& topology, int rail, std::vector<Piece>* pieces) 
 
 }  // namespace
 
-std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used) {
-  std::vector<std::vector<Piece>> pieces = IsHeldUpByLink(topology, flows, rails_used) ? CutEvenly(topology, flows, first_rail, rails_used)
-                                                                                       : FillRails(topology, flows, first_rail, rails_used);
+std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used,
+                                             int64_t chunk_bytes) {
+  // Where a link holds up the NICs, all rails get a part of what goes over it, so that none is left with it when the others are done.
+  bool cut = IsHeldUpByLink(topology, flows, rails_used);
+  std::vector<Share> shares = CutIntoShares(flows, cut ? rails_used : 1, chunk_bytes);
+  std::ranges::stable_sort(shares, std::greater<>(), [](const Share& share) { return share.piece.bytes; });
+  RailFiller filler(topology, first_rail, rails_used, RailCapacity(flows, rails_used));
+  std::vector<Piece> rest;
+  for (const Share& share : shares) {
+    if (!filler.PutWhole(share.piece, share.turn)) rest.push_back(share.piece);
+  }
+  for (const Piece& piece : rest) filler.PutInParts(piece);
+  std::vector<std::vector<Piece>> pieces = filler.TakePieces();
   for (size_t rail = 0; rail < pieces.size(); ++rail) RotateEnds(topology, static_cast<int>(rail), &pieces[rail]);
   return pieces;
 }

@@ -20,9 +20,11 @@ struct Piece {
 };
 
 // Distributes flows of one node, all for the same other node or all multicasts, evenly over `rails_used` rails beginning at `first_rail`:
-// result[rail] are the pieces that take that rail. A flow is cut only where its rail is full, at a multiple of kCutAlignment bytes. As long
-// as there is room, a flow takes a rail whose home devices are neither its source nor its destination.
-std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used);
+// result[rail] are the pieces that take that rail. Flows stay whole where they can: they are cut to fill the rails, at multiples of
+// kCutAlignment bytes, or into shares of at least `chunk_bytes` where one device's link is so busy that each rail must have its part of it.
+// As long as there is room, a flow takes a rail whose home devices are neither its source nor its destination.
+std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std::vector<Piece>& flows, int first_rail, int rails_used,
+                                             int64_t chunk_bytes);
 
 // Cuts are aligned so that copies stay fast.
 inline constexpr int64_t kCutAlignment = 512;

@@ -1,5 +1,6 @@
 // From plans to steps: one-to-one traffic. Multicasts are in expand_multicast.cc.
 #include <algorithm>
+#include <cmath>
 #include <unordered_map>
 
 #include "csrc/sched/expand_multicast.h"
@@ -10,6 +11,8 @@ namespace hoccl {
 namespace {
 
 constexpr int kAllNodes = -1;
+// Smaller parts of chunks are not worth a write.
+constexpr int64_t kLeastPart = int64_t{64} << 10;
 
 // What one node has for another on one rail, and how far it has got.
 struct Lane {
@@ -17,6 +20,17 @@ struct Lane {
   size_t next = 0;
   int64_t bytes = 0;
   int64_t sent = 0;
+
+  // Takes the first bytes of the next chunk.
+  Piece Take(int64_t count) {
+    Piece& chunk = chunks[next];
+    Piece taken{chunk.src, chunk.dst, chunk.offset, count};
+    chunk.offset += count;
+    chunk.bytes -= count;
+    if (chunk.bytes == 0) ++next;
+    sent += count;
+    return taken;
+  }
 };
 
 class MatrixExpansion {
@@ -63,21 +77,16 @@ class MatrixExpansion {
       for (const Piece& piece : direct[next].pieces) {
         int64_t turn = 0;
         for (const Piece& chunk : Interleave({piece}, plan_.chunk_bytes)) {
-          sequencer_.Add(turn++, {Leg::kDirect,
-                                  stage,
-                                  -1,
-                                  chunk.src,
-                                  chunk.dst,
-                                  chunk.offset,
-                                  chunk.bytes,
-                                  {Buffer::kOperand, chunk.src},
-                                  {Buffer::kResult, chunk.dst}});
+          Place operand{Buffer::kOperand, chunk.src}, result{Buffer::kResult, chunk.dst};
+          sequencer_.Add(turn++, {Leg::kDirect, stage, -1, chunk.src, chunk.dst, chunk.offset, chunk.bytes, operand, result});
         }
       }
     }
   }
 
-  // Takes each rail's chunks whose middle lies before the transfer's end.
+  // Takes from each rail as large a part as the transfer's end is of all the pair's bytes. The chunk across the end is cut, unless that
+  // leaves next to nothing on one side: stages that are a few chunks long would be wrong by a large part of themselves, and many of them
+  // add up.
   void AddTransfer(int stage, const Transfer& transfer) {
     if (!Sees(transfer.src_node) && !Sees(transfer.dst_node)) return;
     std::vector<Lane>& lanes = LanesOf(transfer.src_node, transfer.dst_node);
@@ -86,15 +95,21 @@ class MatrixExpansion {
     double share = static_cast<double>(transfer.end) / total;
     for (int rail = 0; rail < plan_.topology.rails(); ++rail) {
       Lane& lane = lanes[rail];
-      double end = share * static_cast<double>(lane.bytes);
+      auto end = static_cast<int64_t>(std::ceil(share * static_cast<double>(lane.bytes)));
       for (int turn = 0; lane.next < lane.chunks.size(); ++turn) {
-        const Piece& chunk = lane.chunks[lane.next];
-        if (static_cast<double>(lane.sent) + static_cast<double>(chunk.bytes) / 2 > end) break;
-        AddChunk(stage, rail, turn, chunk);
-        lane.sent += chunk.bytes;
-        ++lane.next;
+        int64_t bytes = BytesBefore(end - lane.sent, lane.chunks[lane.next].bytes);
+        if (bytes == 0) break;
+        AddChunk(stage, rail, turn, lane.Take(bytes));
       }
     }
+  }
+
+  // How much of a chunk goes into `room` bytes.
+  int64_t BytesBefore(int64_t room, int64_t chunk) const {
+    int64_t sliver = std::max(plan_.chunk_bytes / 8, kLeastPart);
+    if (chunk < 2 * sliver) return room >= chunk / 2 ? chunk : 0;
+    if (room > chunk - sliver) return chunk;
+    return room < sliver ? 0 : room / kCutAlignment * kCutAlignment;
   }
 
   void AddChunk(int stage, int rail, int turn, const Piece& chunk) {
@@ -129,7 +144,7 @@ class MatrixExpansion {
       }
     }
     for (const std::vector<Piece>& pieces :
-         BalanceRails(plan_.topology, flows, plan_.FirstRail(src_node, dst_node), plan_.RailsUsed(bytes))) {
+         BalanceRails(plan_.topology, flows, plan_.FirstRail(src_node, dst_node), plan_.RailsUsed(bytes), plan_.chunk_bytes)) {
       Lane lane{Interleave(pieces, plan_.chunk_bytes)};
       for (const Piece& piece : pieces) lane.bytes += piece.bytes;
       entry->second.push_back(std::move(lane));

@@ -30,7 +30,8 @@ std::vector<std::vector<Piece>> RailChunks(const Plan& plan, const std::vector<P
   int64_t bytes = 0;
   for (const Piece& block : blocks) bytes += block.bytes;
   int node = plan.topology.node_of(blocks[0].src);
-  std::vector<std::vector<Piece>> pieces = BalanceRails(plan.topology, blocks, plan.FirstRail(node, 0), plan.RailsUsed(bytes));
+  std::vector<std::vector<Piece>> pieces =
+      BalanceRails(plan.topology, blocks, plan.FirstRail(node, 0), plan.RailsUsed(bytes), plan.chunk_bytes);
   for (size_t rail = 0; rail < pieces.size(); ++rail) chunks[rail] = Interleave(pieces[rail], plan.chunk_bytes);
   return chunks;
 }

@@ -31,9 +31,13 @@ int SlotsFor(int64_t chunk_bytes, const PlanOptions& options) {
   return static_cast<int>(std::clamp<int64_t>(options.staging_bytes / chunk_bytes, 2, kMostSlots)) & ~1;
 }
 
+// In a shorter stage a receiver could not tell the next sender that it is its turn.
+constexpr double kLeastStageSeconds = 10e-6;
+
 void PlanBetweenNodes(const NodeDemand& demand, double error, Plan* plan) {
   int n = plan->topology.nodes();
-  for (const Matching& matching : Decompose(n, demand.weight, error)) {
+  auto least_stage = std::max<int64_t>(1, static_cast<int64_t>(kLeastStageSeconds * plan->topology.speeds().nic));
+  for (const Matching& matching : Decompose(n, demand.weight, error, least_stage)) {
     Stage stage{static_cast<double>(matching.length) / plan->topology.speeds().nic, {}};
     stage.transfers.reserve(matching.matches.size());
     for (const Match& match : matching.matches) {
@@ -45,6 +49,14 @@ void PlanBetweenNodes(const NodeDemand& demand, double error, Plan* plan) {
     }
     plan->stages.push_back(std::move(stage));
   }
+}
+
+// Bytes on one rail.
+int64_t MeanTransfer(const NodeDemand& demand, const Plan& plan) {
+  int64_t transfers = 0, bytes = 0;
+  for (const Stage& stage : plan.stages) transfers += static_cast<int64_t>(stage.transfers.size());
+  for (size_t pair = 0; pair < demand.bytes.size(); ++pair) bytes += demand.weight[pair] > 0 ? demand.bytes[pair] : 0;
+  return transfers == 0 ? 0 : bytes / plan.topology.rails() / transfers;
 }
 
 // The link time that forwarding leaves to each node's devices in each stage, summed up over the stages: result[node][stage].
@@ -116,10 +128,12 @@ void PlanMatrix(const PlanOptions& options, Plan* plan) {
     busiest_link = std::max(busiest_link, LargestSum(static_cast<int>(topology.ranks_of(node).size()), devices.back()));
   }
   int64_t busiest_nic = LargestSum(topology.nodes(), demand.weight);
-  plan->chunk_bytes = ChunkFor(busiest_nic > 0 ? busiest_nic : busiest_link, options);
+  PlanBetweenNodes(demand, options.error, plan);
+  // At least two chunks to a transfer of average size, so that copies go on beside the NICs in short stages too.
+  int64_t busiest_port = busiest_nic > 0 ? std::min(busiest_nic, kChunksOfBusiestPort / 2 * MeanTransfer(demand, *plan)) : busiest_link;
+  plan->chunk_bytes = ChunkFor(busiest_port, options);
   plan->slots = SlotsFor(plan->chunk_bytes, options);
   if (busiest_nic > 0) plan->spared = BusyRanks(demand, topology);
-  PlanBetweenNodes(demand, options.error, plan);
   plan->direct.resize(topology.nodes());
   if (busiest_link == 0) return;
   std::vector<std::vector<double>> slack = SlackTimelines(*plan);

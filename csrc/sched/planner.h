@@ -15,7 +15,7 @@ namespace hoccl {
 
 struct PlanOptions {
   int64_t chunk_bytes = int64_t{4} << 20;     // at most; small traffic gets smaller chunks, so that copies and NICs overlap
-  int64_t staging_bytes = int64_t{32} << 20;  // for sending, and as much for receiving, of each rail
+  int64_t staging_bytes = int64_t{64} << 20;  // for sending, and as much for receiving, of each rail
   double error = 0.02;                        // stages may last (1 + error) times what the busiest port needs
 
   friend bool operator==(const PlanOptions&, const PlanOptions&) = default;

@@ -13,7 +13,9 @@ namespace hoccl {
 
 // Steps arrive stage by stage, and within a stage with the turn in which they are due. The steps of a turn go by legs, so that a chunk is
 // written somewhere before it is read there. From that order follows who waits for whom: a reader of a slot or of a relayed result for the
-// step that wrote it, a writer of a slot for those that read it since. All of them come earlier, so nobody waits in a circle.
+// step that wrote it, a writer of a slot for those that read it since. NICs are written to in that order, too: a write from another node
+// than the last ones waits until all but a few of them have arrived, since a sender that has run ahead of the stages would take the
+// receiver from the one whose turn it is. Whoever is waited for comes earlier, so nobody waits in a circle.
 class Sequencer {
  public:
   explicit Sequencer(const Plan& plan);

@@ -234,11 +234,12 @@ Workload WorkloadOfStages(const Plan& plan) {
     workload.AddPort({Workload::Next::kInOrder});
   }
   std::vector<int64_t> before(static_cast<size_t>(n) * n);
+  std::vector<std::vector<Workload::Wait>> last(n);
   for (const Stage& stage : plan.stages) {
     for (const Transfer& t : stage.transfers) {
       int64_t& moved = before[static_cast<size_t>(t.src_node) * n + t.dst_node];
-      workload.Add({t.src_node, t.dst_node, t.end - moved, speeds.nic * plan.topology.rails(), speeds.nic_overhead, speeds.nic_latency},
-                   {});
+      workload.Add({t.src_node, t.dst_node, t.end - moved, speeds.nic * plan.topology.rails(), speeds.nic_overhead, 0}, last[t.dst_node]);
+      last[t.dst_node] = {{workload.size() - 1, 0}};
       moved = t.end;
     }
   }
