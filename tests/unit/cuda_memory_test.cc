@@ -251,6 +251,15 @@ TEST_F(CudaExportCacheTest, FreedMemoryIsDroppedAndLetGo) {
   EXPECT_EQ(descriptor.use_count(), 1);  // ours alone
 }
 
+TEST_F(FakeCudaMemoryTest, AnAddressThatTheDriverRefusesIsGone) {
+  const auto device = Attach(0);
+  const auto memory = Must(DeviceMemory::Allocate(*device, 2 * kMiB));
+  ExportCache cache(*device);
+  const MemoryKey key = Must(cache.Locate(memory->address(), 1)).key;
+  Fake().fakeCudaFail("cuPointerGetAttributes", CUDA_ERROR_INVALID_VALUE, 0, 1);
+  EXPECT_EQ(Must(cache.DropGone()), std::vector<MemoryKey>{key});
+}
+
 class CudaImportCacheTest : public CudaTest {};
 
 TEST_F(CudaImportCacheTest, ImportsOnceAndUnmapsAfterTheLastUser) {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <span>
 #include <string>
 #include <vector>
@@ -45,6 +46,11 @@ bool Receive(const UniqueFd& socket, T* message, UniqueFd* fd) {
            size == sizeof(T);
   });
 }
+
+// How the second process says what went wrong.
+struct Complaint {
+  char text[256] = {};
+};
 
 // The second process: waits in a stream until the memory is ready, copies into it, and sets the flag, all on the device.
 Status RunPeer(const UniqueFd& socket) {
@@ -173,14 +179,41 @@ TEST_F(CudaProcessTest, AStreamIsReleasedWhenThePeerDies) {
   EXPECT_OK(program.view().Synchronize());
 }
 
+// The peer's fake is steered by the environment.
+TEST_F(CudaProcessTest, AnImportThatFailsNamesTheCall) {
+  if (!OnFake()) GTEST_SKIP() << "needs the fake driver";
+  setenv("FAKE_CUDA_FAIL", "cuMemMap=801:1,cuMemSetAccess=801", 1);  // the first cuMemMap is to succeed
+  setenv("FAKE_CUDA_DELAY_US", "cuMemImportFromShareableHandle=3000", 1);
+  StartPeer();
+  unsetenv("FAKE_CUDA_FAIL");
+  unsetenv("FAKE_CUDA_DELAY_US");
+  const auto device = Attach(0);
+  const auto memory = Must(DeviceMemory::Allocate(*device, 2 * kMiB));
+  const auto page = Must(FlagPage::Create(8));
+  ExportCache exports(*device);
+  const auto location = Must(exports.Locate(memory->address(), kBytes));
+  const Invitation invitation = {location.memory->handle, location.key, location.offset, {}, {}};
+  const char flags_follow = 1;
+  ASSERT_TRUE(Send(socket_, invitation, location.memory->fd));
+  ASSERT_TRUE(Send(socket_, flags_follow, page->fd()));
+  Complaint complaint;
+  UniqueFd none;
+  ASSERT_TRUE(Receive(socket_, &complaint, &none));
+  EXPECT_STREQ(complaint.text, "cuMemSetAccess: CUDA_ERROR_NOT_SUPPORTED (operation not supported)");
+}
+
 }  // namespace
 }  // namespace hoccl::cuda
 
 int main(int argc, char** argv) {
   if (argc == 3 && std::string(argv[1]) == hoccl::cuda::kPeerArgument) {
-    const hoccl::Status status = hoccl::cuda::RunPeer(hoccl::UniqueFd(std::stoi(argv[2])));
-    if (!status.ok()) std::fprintf(stderr, "peer: %s\n", status.ToString().c_str());
-    return status.ok() ? 0 : 1;
+    const hoccl::UniqueFd socket(std::stoi(argv[2]));
+    const hoccl::Status status = hoccl::cuda::RunPeer(socket);
+    if (status.ok()) return 0;
+    hoccl::cuda::Complaint complaint;
+    std::snprintf(complaint.text, sizeof(complaint.text), "%s", status.message().c_str());
+    hoccl::cuda::Send(socket, complaint, hoccl::UniqueFd());
+    return 1;
   }
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();

@@ -26,7 +26,10 @@ Status ReadAttributes(const CudaDevice& device, CUdeviceptr address, std::array<
   std::array<void*, N> places;
   values->fill(0);
   for (size_t i = 0; i < N; ++i) places[i] = &(*values)[i];
-  return device.driver().PointerGetAttributes(N, attributes.data(), places.data(), address);
+  const auto& call = device.driver().PointerGetAttributes;
+  const CUresult result = call.Raw(N, attributes.data(), places.data(), address);
+  // "No such address" is an answer too: that of all zeros.
+  return result == CUDA_ERROR_INVALID_VALUE ? Status() : CallStatus(device.driver(), call.name(), result);
 }
 
 Sharing SharingOf(uint64_t handle_types, bool legacy_ipc) {
