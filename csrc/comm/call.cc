@@ -1,8 +1,8 @@
 #include "csrc/comm/call.h"
 
 #include <map>
+#include <mutex>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "csrc/base/hash.h"
@@ -10,11 +10,28 @@
 namespace hoccl {
 namespace {
 
-using InstanceCounts = std::map<std::tuple<std::string, int64_t, Kind>, int>;
+using InstanceCounts = std::map<std::pair<int64_t, Kind>, int>;  // by site and kind
+using ModuleCounts = std::map<std::string, InstanceCounts>;
 
-InstanceCounts& ThreadInstanceCounts() {
-  thread_local InstanceCounts counts;
-  return counts;
+struct ThreadCompilation {
+  bool active = false;
+  ModuleCounts counts;
+};
+
+ThreadCompilation& ThisThreadsCompilation() {
+  thread_local ThreadCompilation compilation;
+  return compilation;
+}
+
+// Instances made by threads that do not compile themselves. Never destroyed: such a thread may outlive static objects.
+struct ForeignInstances {
+  std::mutex mutex;
+  ModuleCounts counts;
+};
+
+ForeignInstances& TheForeignInstances() {
+  static ForeignInstances* instances = new ForeignInstances();
+  return *instances;
 }
 
 uint64_t SignatureOf(const Operation& operation) {
@@ -68,8 +85,21 @@ Result<std::shared_ptr<const Call>> Call::Make(Operation operation, std::vector<
   return std::shared_ptr<const Call>(std::move(call));
 }
 
-int NextOrdinal(const std::string& module, int64_t site, Kind kind) { return ThreadInstanceCounts()[{module, site, kind}]++; }
+int NextOrdinal(const std::string& module, int64_t site, Kind kind) {
+  ThreadCompilation& compilation = ThisThreadsCompilation();
+  if (compilation.active) return compilation.counts[module][{site, kind}]++;
+  ForeignInstances& foreign = TheForeignInstances();
+  std::lock_guard lock(foreign.mutex);
+  return foreign.counts[module][{site, kind}]++;
+}
 
-void EndCompilation() { ThreadInstanceCounts().clear(); }
+void BeginCompilation() { ThisThreadsCompilation() = {.active = true, .counts = {}}; }
+
+void EndCompilation(const std::string& module) {
+  ThisThreadsCompilation() = {};
+  ForeignInstances& foreign = TheForeignInstances();
+  std::lock_guard lock(foreign.mutex);
+  foreign.counts.erase(module);
+}
 
 }  // namespace hoccl

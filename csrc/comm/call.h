@@ -43,12 +43,14 @@ struct Call {
   std::vector<Flow> flows;
 };
 
-// Counts the instances of a call within an executable. Executables are compiled, and their calls instantiated, by one thread each, so the
-// count is kept for each thread until EndCompilation.
+// Which instance of a call of its executable is this: 0 for the first one of (module, site, kind). XLA instantiates the calls of an
+// executable on one thread, most often the one that called BeginCompilation; then two threads may compile modules of one name at a time.
+// Where XLA compiles on a thread of its own (jaxlib before 0.11), instances are counted by the module's name until its compilation ends.
 int NextOrdinal(const std::string& module, int64_t site, Kind kind);
 
-// The calling thread has finished compiling (or loading) an executable.
-void EndCompilation();
+// The calling thread starts, and has finished or given up, compiling (or loading) an executable of this module.
+void BeginCompilation();
+void EndCompilation(const std::string& module);
 
 }  // namespace hoccl
 

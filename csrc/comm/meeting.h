@@ -3,6 +3,7 @@
 #ifndef HOCCL_COMM_MEETING_H_
 #define HOCCL_COMM_MEETING_H_
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -46,6 +47,8 @@ struct LocalPost {
   Clock::time_point since;
   LocalPost* older = nullptr;
   LocalPost* newer = nullptr;
+
+  bool IsReadBy(int process) const { return std::find(readers.begin(), readers.end(), process) != readers.end(); }
 };
 
 // What another process has said of one of its ranks.

@@ -6,13 +6,12 @@
 #include <atomic>
 #include <utility>
 
+#include "csrc/comm/rendezvous_actions.h"
 #include "csrc/device/host/host_copy.h"
 
 namespace hoccl {
 namespace {
 
-// How long a failed operation waits for a live process to stop reading its operand before it cuts that process off.
-constexpr std::chrono::seconds kGrace{5};
 constexpr int kLargestGroup = 1 << 16;
 // The other ranks of a small operation mostly come within this time, and then the program goes on in the same thread, which saves waking
 // its lane. A bound this short can't deadlock anything.
@@ -27,45 +26,7 @@ void Linger(LocalPost* post) {
 
 bool IsPaired(Kind kind) { return kind == Kind::kSend || kind == Kind::kRecv; }
 
-bool Contains(const std::vector<int>& values, int value) { return std::find(values.begin(), values.end(), value) != values.end(); }
-
-std::string Seconds(Clock::duration duration) {
-  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1000.0).substr(0, 5) + " s";
-}
-
 }  // namespace
-
-// Collected under the mutex, done after it is released: sending, copying and notifying may block or call back.
-struct Rendezvous::Actions {
-  struct Outgoing {
-    int process;
-    Message message;
-  };
-  struct Notice {
-    CompletionLane* lane;
-    Completion completion;
-    Status outcome;
-  };
-  struct Ended {
-    Transfer* transfer;
-    Status status;
-  };
-  std::vector<Outgoing> messages;
-  std::vector<Transfer*> transfers;
-  std::vector<Notice> notices;
-  std::vector<Ended> ended;
-  // A process that was cut off as dead has come back and learnt it by failing to send: what it read in the meantime may be rubbish.
-  bool cut_off = false;
-
-  bool empty() const { return messages.empty() && transfers.empty() && notices.empty(); }
-
-  // One for each thread, so that a known load allocates nothing.
-  static Actions* OfThisThread() {
-    thread_local Actions actions;
-    actions.cut_off = false;
-    return &actions;
-  }
-};
 
 Rendezvous::Rendezvous(const Services& services) : services_(services) {}
 
@@ -367,39 +328,6 @@ void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
   --meeting->unfinished_posts;
 }
 
-void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Actions* actions) {
-  if (meeting->failed()) return;
-  meeting->failure = std::move(failure);
-  meeting->failed_at = Clock::now();
-  services_.statistics->CountFailure();
-  std::vector<int> others;
-  if (meeting->plan != nullptr) others = meeting->plan->other_processes;
-  for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
-    const RemotePost& remote = meeting->slots[rank].remote;
-    if (remote.posted && !Contains(others, remote.process)) others.push_back(remote.process);
-    if (remote.posted && remote.active == 0) Release(meeting, rank, actions);
-  }
-  if (tell_others) {
-    for (int process : others) TellFailure(*meeting, process, MessageType::kFailed, actions);
-  }
-  for (Slot& slot : meeting->slots) {
-    // Whoever told this process may not know of these; they must stop reading.
-    for (int process : tell_others ? std::vector<int>() : slot.sender.readers)
-      TellFailure(*meeting, process, MessageType::kFailedToo, actions);
-    FinishIfOver(&slot.sender, actions);
-    FinishIfOver(&slot.receiver, actions);
-  }
-}
-
-void Rendezvous::TellFailure(const Meeting& meeting, int process, MessageType type, Actions* actions) const {
-  Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
-  message.type = type;
-  message.group_size = static_cast<int32_t>(meeting.slots.size());
-  message.number = static_cast<int32_t>(meeting.failure.code());
-  message.key = meeting.key;
-  message.SetText(meeting.failure.message());
-}
-
 void Rendezvous::Perform(Actions* actions) {
   while (!actions->empty()) {
     for (const auto& [process, message] : actions->messages) {
@@ -527,161 +455,11 @@ void Rendezvous::OnRead(int process, const Message& message, Actions* actions) {
   for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
     if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size) continue;
     LocalPost* post = &meeting->slots[message.rank].sender;
-    if (!Contains(post->readers, process)) continue;
+    if (!post->IsReadBy(process)) continue;
     StopReading(post, process);
     FinishIfOver(post, actions);
     return EraseIfOver(meeting);
   }
-}
-
-void Rendezvous::OnFailed(int process, const Message& message, Actions* actions) {
-  std::string text(message.GetText());
-  if (message.type == MessageType::kFailed) text += " (told by process " + std::to_string(process) + ")";
-  const Status failure(static_cast<Code>(message.number), std::move(text));
-  bool found = message.type == MessageType::kFailedToo;
-  const auto entry = meetings_.find({message.key.site, message.key.run});
-  Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second;
-  while (meeting != nullptr) {
-    Meeting* next = meeting->next;
-    if (meeting->key == message.key && static_cast<int>(meeting->slots.size()) == message.group_size) {
-      found = true;
-      Fail(meeting, failure, false, actions);
-      EraseIfOver(meeting);
-    }
-    meeting = next;
-  }
-  // Nobody here has come yet: whoever does gets the error.
-  if (!found) Fail(NewMeeting(message.key, message.group_size), failure, false, actions);
-}
-
-template <typename Visit>
-void Rendezvous::ForEachMeeting(Visit visit) {
-  std::vector<Meeting*> open;
-  for (const auto& [key, first] : meetings_) {
-    for (Meeting* meeting = first; meeting != nullptr; meeting = meeting->next) open.push_back(meeting);
-  }
-  for (Meeting* meeting : open) visit(meeting);
-}
-
-void Rendezvous::OnProcessLost(int process, const std::string& how) {
-  Actions* actions = Actions::OfThisThread();
-  {
-    std::lock_guard lock(mutex_);
-    if (static_cast<int>(lost_.size()) <= process) lost_.resize(static_cast<size_t>(process) + 1);
-    lost_[process] = how;
-    ForEachMeeting([&](Meeting* meeting) {
-      bool needed = false;
-      std::string ranks;
-      for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
-        Slot& slot = meeting->slots[rank];
-        const bool owner =
-            meeting->plan != nullptr ? meeting->plan->communicator.processes[rank] == process : slot.remote.process == process;
-        if (owner && meeting->plan != nullptr) ranks += (ranks.empty() ? "" : ", ") + meeting->plan->communicator.RankName(rank);
-        if (owner) needed = needed || meeting->plan == nullptr || slot.remote.unread > 0;
-        if (owner && !slot.remote.posted) {
-          slot.remote.posted = slot.remote.withdrawn = true;  // it will never come
-          slot.remote.process = process;
-        }
-        needed = needed || Contains(slot.sender.readers, process);
-      }
-      if (needed && !meeting->failed()) {
-        const std::string lost = "process " + std::to_string(process) + " " + how;
-        uint32_t occurrence = 0;
-        for (const Slot& slot : meeting->slots) occurrence = std::max({occurrence, slot.sender.occurrence, slot.receiver.occurrence});
-        Fail(meeting, Unavailable(meeting->plan == nullptr ? lost : meeting->Describe(occurrence) + ": " + lost + ", and with it " + ranks),
-             true, actions);
-      }
-      for (Slot& slot : meeting->slots) {
-        StopReading(&slot.sender, process);  // the dead do not read
-        FinishIfOver(&slot.sender, actions);
-      }
-      EraseIfOver(meeting);
-    });
-  }
-  Perform(actions);
-}
-
-Status Rendezvous::DeadlineError(const LocalPost& post) const {
-  const Meeting& meeting = *post.meeting;
-  const Communicator& communicator = meeting.plan->communicator;
-  std::string text = meeting.Describe(post.occurrence) + ": " + communicator.RankName(post.rank) + " has waited " +
-                     Seconds(Clock::now() - post.since) + " (HOCCL_TIMEOUT_S). " + meeting.Attendance();
-  // Where are those who have not come?
-  for (const auto& [key, first] : meetings_) {
-    for (const Meeting* other = first; other != nullptr; other = other->next) {
-      if (other == &meeting || (other->failed() && other->failed_at < post.since)) continue;  // old failures say nothing of this call
-      for (const Slot& slot : other->slots) {
-        const bool member =
-            std::find(communicator.devices.begin(), communicator.devices.end(), slot.remote.device) != communicator.devices.end();
-        if (!slot.remote.posted || slot.remote.withdrawn || !member) continue;
-        text += "; device " + std::to_string(slot.remote.device) + (other->failed() ? " waited" : " waits") + " elsewhere, in " +
-                slot.remote.brought;
-      }
-    }
-  }
-  return DeadlineExceeded(std::move(text));
-}
-
-void Rendezvous::OnTick() {
-  Actions* actions = Actions::OfThisThread();
-  std::vector<int> unresponsive;
-  {
-    std::lock_guard lock(mutex_);
-    const Clock::time_point now = Clock::now();
-    if (now < next_check_) return;
-    next_check_ = now + services_.tick;
-    for (LocalPost* post = oldest_; post != nullptr && now - post->since > services_.timeout;) {
-      Meeting* meeting = post->meeting;
-      if (meeting->failed()) {
-        post = post->newer;
-        continue;
-      }
-      Fail(meeting, DeadlineError(*post), true, actions);
-      EraseIfOver(meeting);
-      post = oldest_;  // the list has changed
-    }
-    for (LocalPost* post = oldest_; post != nullptr; post = post->newer) {
-      if (!post->meeting->failed() || now - post->meeting->failed_at < kGrace) continue;
-      for (int process : post->readers) {
-        if (!Contains(unresponsive, process)) unresponsive.push_back(process);
-      }
-    }
-    ForEachMeeting([&](Meeting* meeting) {
-      if (!meeting->failed() || now - meeting->failed_at < services_.timeout) return;
-      for (const Slot& slot : meeting->slots) {
-        for (const LocalPost* post : {&slot.sender, &slot.receiver}) {
-          if (post->posted && (!post->finished || post->caller_present)) return;
-        }
-      }
-      Erase(meeting);
-    });
-  }
-  Perform(actions);
-  for (int process : unresponsive) services_.proxy->Abandon(process, "does not answer");
-}
-
-void Rendezvous::Close(const std::string& reason) {
-  Actions* actions = Actions::OfThisThread();
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = reason;
-    ForEachMeeting([&](Meeting* meeting) {
-      for (Slot& slot : meeting->slots) {
-        // Readers are cut off by the end of this process's connections, which follows.
-        slot.sender.unfinished -= static_cast<int>(slot.sender.readers.size());
-        slot.sender.readers.clear();
-      }
-      Fail(meeting, Aborted(reason), true, actions);
-    });
-  }
-  Perform(actions);
-}
-
-int64_t Rendezvous::OpenMeetings() {
-  std::lock_guard lock(mutex_);
-  int64_t count = 0;
-  ForEachMeeting([&](Meeting*) { ++count; });
-  return count;
 }
 
 void Rendezvous::AddWaiting(LocalPost* post) {

@@ -1,0 +1,45 @@
+// What the rendezvous does after it has released its mutex. For its own sources only.
+#ifndef HOCCL_COMM_RENDEZVOUS_ACTIONS_H_
+#define HOCCL_COMM_RENDEZVOUS_ACTIONS_H_
+
+#include <vector>
+
+#include "csrc/comm/rendezvous.h"
+
+namespace hoccl {
+
+// Collected under the mutex, done after it is released: sending, copying and notifying may block or call back.
+struct Rendezvous::Actions {
+  struct Outgoing {
+    int process;
+    Message message;
+  };
+  struct Notice {
+    CompletionLane* lane;
+    Completion completion;
+    Status outcome;
+  };
+  struct Ended {
+    Transfer* transfer;
+    Status status;
+  };
+  std::vector<Outgoing> messages;
+  std::vector<Transfer*> transfers;
+  std::vector<Notice> notices;
+  std::vector<Ended> ended;
+  // A process that was cut off as dead has come back and learnt it by failing to send: what it read in the meantime may be rubbish.
+  bool cut_off = false;
+
+  bool empty() const { return messages.empty() && transfers.empty() && notices.empty(); }
+
+  // One for each thread, so that a known load allocates nothing.
+  static Actions* OfThisThread() {
+    thread_local Actions actions;
+    actions.cut_off = false;
+    return &actions;
+  }
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_RENDEZVOUS_ACTIONS_H_
