@@ -28,5 +28,8 @@ def reset_stats() -> None: ...
 def topology() -> dict[str, Any]:
     """This node, its copying threads, and the processes with their devices and how they are reached."""
 
-def compilation_ended() -> None:
-    """Tells the engine that this thread's compilation is over: call sites that it instantiates next belong to another executable."""
+def compilation_began() -> None:
+    """Tells the engine that this thread compiles: call sites that it instantiates belong to one executable."""
+
+def compilation_ended(module: str) -> None:
+    """Tells the engine that the compilation which this thread waited for is over; `module` is the name of the lowered module."""

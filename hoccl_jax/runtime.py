@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax._src import distributed, monitoring
 from jax._src.dispatch import BACKEND_COMPILE_EVENT
+from jax._src.interpreters import mlir
 
 from hoccl_jax import _native
 from hoccl_jax.config import Config
@@ -110,6 +111,8 @@ def register_targets() -> None:
     with _lock:
         _register_handlers()
         # Whoever clears jax's listeners takes ours with them, and call sites would be counted across executables.
+        if _compilation_began not in monitoring.get_scalar_listeners():
+            jax.monitoring.register_scalar_listener(_compilation_began)
         if _compilation_ended not in monitoring.get_event_duration_listeners():
             jax.monitoring.register_event_duration_secs_listener(_compilation_ended)
 
@@ -226,7 +229,14 @@ def _xla_ffi_version() -> tuple[int, int]:
     return int(versions["MAJOR"]), int(versions["MINOR"])
 
 
-def _compilation_ended(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Called by jax on the thread that compiled."""
+def _compilation_began(event: str, value: float | int, **kwargs: str | int) -> None:
+    """Called by jax on the thread that is about to compile."""
     if event == BACKEND_COMPILE_EVENT:
-        _native.compilation_ended()
+        _native.compilation_began()
+
+
+def _compilation_ended(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """Called by jax on the same thread, also if the compilation failed."""
+    if event == BACKEND_COMPILE_EVENT:
+        # The name as the module has it: "jit(step)" is lowered as jit_step.
+        _native.compilation_ended(mlir.sanitize_name(str(kwargs["fun_name"])).rstrip("_"))

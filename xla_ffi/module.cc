@@ -140,7 +140,8 @@ NB_MODULE(_native, m) {
   m.def("stats", &Stats);
   m.def("reset_stats", [] { RunningWorld()->statistics().Reset(); });
   m.def("topology", &Topology);
-  m.def("compilation_ended", &EndCompilation);
+  m.def("compilation_began", &BeginCompilation);
+  m.def("compilation_ended", &EndCompilation, nb::arg("module"));
 }
 
 }  // namespace hoccl
