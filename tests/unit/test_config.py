@@ -1,0 +1,67 @@
+"""Settings: defaults, parsing, errors that name the variable, and the page that describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from hoccl_jax.config import Config, settings_page
+
+
+def test_defaults_without_environment() -> None:
+    assert Config.from_env({}) == Config()
+
+
+def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCCL_TIMEOUT_S", "12.5")
+    assert Config.from_env().timeout_s == 12.5
+
+
+def test_every_field_is_read_from_its_variable() -> None:
+    texts = {
+        "HOCCL_TIMEOUT_S": ("7", 7.0),
+        "HOCCL_DISABLE": ("on", True),
+        "HOCCL_COPY_THREADS": ("3", 3),
+        "HOCCL_CHUNK_BYTES": ("4096", 4096),
+        "HOCCL_INLINE_BYTES": ("0", 0),
+        "HOCCL_CROSS_MEMORY": ("OFF", "off"),
+        "HOCCL_HUGE_PAGES": ("no", False),
+        "HOCCL_LOG_LEVEL": ("debug", "debug"),
+        "HOCCL_NODE_ID": ("left", "left"),
+    }
+    fields = dataclasses.fields(Config)
+    assert {field.metadata["variable"] for field in fields} == set(texts)
+    config = Config.from_env({variable: text for variable, (text, _) in texts.items()})
+    for field in fields:
+        value = getattr(config, field.name)
+        assert value == texts[field.metadata["variable"]][1]
+        assert type(value) is type(field.default)
+        assert value != field.default
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "wanted"),
+    [
+        ("HOCCL_TIMEOUT_S", "soon", "a positive number of seconds"),
+        ("HOCCL_TIMEOUT_S", "0", "a positive number of seconds"),
+        ("HOCCL_TIMEOUT_S", "nan", "a positive number of seconds"),
+        ("HOCCL_TIMEOUT_S", "inf", "a positive number of seconds"),
+        ("HOCCL_DISABLE", "maybe", "a boolean"),
+        ("HOCCL_COPY_THREADS", "-1", "an integer of at least 0"),
+        ("HOCCL_CHUNK_BYTES", "0", "an integer of at least 1"),
+        ("HOCCL_CHUNK_BYTES", "64k", "an integer of at least 1"),
+        ("HOCCL_INLINE_BYTES", "", "an integer of at least 0"),
+        ("HOCCL_CROSS_MEMORY", "sometimes", "one of auto, on, off"),
+        ("HOCCL_LOG_LEVEL", "loud", "one of debug, info, warning, error, critical"),
+    ],
+)
+def test_an_error_names_variable_value_and_what_is_wanted(variable: str, text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"{variable}='{text}': wanted {wanted}"):
+        Config.from_env({variable: text})
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    page = pathlib.Path(__file__).parents[2] / "docs" / "settings.md"
+    assert page.read_text() == settings_page(), "write hoccl_jax.config.settings_page() to docs/settings.md"
