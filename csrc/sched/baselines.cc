@@ -6,7 +6,10 @@
 #include <map>
 #include <numeric>
 #include <queue>
+#include <ranges>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace hoccl {
@@ -16,7 +19,7 @@ constexpr std::array<std::string_view, 4> kBaselineNames = {"all_at_once", "rota
 // Chunks of one flow that may be on their way, as many as a plan has receiving slots for a stage.
 constexpr int kWindow = 4;
 
-// What one port has for another, whole.
+// What one port has for another, whole. There may be several of a pair.
 struct Job {
   int sender = 0;
   int receiver = 0;
@@ -27,48 +30,62 @@ struct Job {
 class ListScheduling {
  public:
   ListScheduling(int ports, const std::vector<Job>& jobs)
-      : jobs_(jobs), of_sender_(ports), of_receiver_(ports), sends_(ports), receives_(ports), started_(jobs.size()) {
-    std::vector<int> by_size(jobs.size());
-    std::iota(by_size.begin(), by_size.end(), 0);
-    std::ranges::stable_sort(by_size, std::greater<>(), [&](int job) { return jobs[job].bytes; });
-    for (int job : by_size) {
-      of_sender_[jobs[job].sender].push_back(job);
-      of_receiver_[jobs[job].receiver].push_back(job);
+      : ports_(ports), jobs_(jobs), next_of_pair_(static_cast<size_t>(ports) * ports, kNone), next_(jobs.size(), kNone) {
+    by_size_.resize(jobs.size());
+    std::iota(by_size_.begin(), by_size_.end(), 0);
+    std::ranges::stable_sort(by_size_, std::greater<>(), [&](int job) { return jobs[job].bytes; });
+    for (int job : by_size_ | std::views::reverse) next_[job] = std::exchange(NextOf(jobs[job].sender, jobs[job].receiver), job);
+    for (int port = 0; port < ports; ++port) {
+      free_senders_.insert(port);
+      free_receivers_.insert(port);
     }
-    for (int job : by_size) Try(job);
   }
 
   std::vector<int> Run() {
+    for (int job : by_size_) {
+      if (free_senders_.contains(jobs_[job].sender) && free_receivers_.contains(jobs_[job].receiver)) Start(job);
+    }
     while (!running_.empty()) {
       auto [time, job] = running_.top();
       running_.pop();
       now_ = time;
-      sends_[jobs_[job].sender] = receives_[jobs_[job].receiver] = false;
-      StartOneOf(&of_sender_[jobs_[job].sender]);
-      StartOneOf(&of_receiver_[jobs_[job].receiver]);
+      auto [sender, receiver, bytes] = jobs_[job];
+      free_senders_.insert(sender);
+      free_receivers_.insert(receiver);
+      int best = kNone;
+      for (int other : free_receivers_) best = Larger(best, NextOf(sender, other));
+      if (best != kNone) Start(best);
+      if (!free_receivers_.contains(receiver)) continue;
+      best = kNone;
+      for (int other : free_senders_) best = Larger(best, NextOf(other, receiver));
+      if (best != kNone) Start(best);
     }
     return std::move(order_);
   }
 
  private:
-  bool Try(int job) {
-    if (sends_[jobs_[job].sender] || receives_[jobs_[job].receiver]) return false;
-    sends_[jobs_[job].sender] = receives_[jobs_[job].receiver] = started_[job] = true;
+  static constexpr int kNone = -1;
+
+  // The largest job of a pair that has not started.
+  int& NextOf(int sender, int receiver) { return next_of_pair_[static_cast<size_t>(sender) * ports_ + receiver]; }
+
+  int Larger(int a, int b) const { return b == kNone || (a != kNone && jobs_[a].bytes >= jobs_[b].bytes) ? a : b; }
+
+  void Start(int job) {
+    auto [sender, receiver, bytes] = jobs_[job];
+    NextOf(sender, receiver) = next_[job];
+    free_senders_.erase(sender);
+    free_receivers_.erase(receiver);
     order_.push_back(job);
-    running_.push({now_ + jobs_[job].bytes, job});
-    return true;
+    running_.push({now_ + bytes, job});
   }
 
-  void StartOneOf(std::vector<int>* candidates) {
-    std::erase_if(*candidates, [this](int job) { return started_[job]; });
-    for (int job : *candidates) {
-      if (Try(job)) return;
-    }
-  }
-
+  int ports_;
   const std::vector<Job>& jobs_;
-  std::vector<std::vector<int>> of_sender_, of_receiver_;  // largest first
-  std::vector<bool> sends_, receives_, started_;
+  std::vector<int> by_size_;
+  std::vector<int> next_of_pair_;
+  std::vector<int> next_;  // the next smaller job of the same pair
+  std::set<int> free_senders_, free_receivers_;
   int64_t now_ = 0;  // in bytes
   std::priority_queue<std::pair<int64_t, int>, std::vector<std::pair<int64_t, int>>, std::greater<>> running_;
   std::vector<int> order_;
@@ -133,6 +150,8 @@ class BaselineBuilder {
     return topology_.rails() < devices ? topology_.local_of(rank) * topology_.rails() / devices
                                        : topology_.local_of(rank) % topology_.rails();
   }
+
+  int NicOf(int rank) const { return topology_.node_of(rank) * topology_.rails() + RailOf(rank); }
 
   int StagingRank(int rank, int rail) const {
     int home = topology_.RailHome(topology_.node_of(rank), rail);
@@ -238,9 +257,10 @@ class BaselineBuilder {
     for (auto [src, dst] : flows) {
       if (SameNode(src, dst)) continue;
       between.emplace_back(src, dst);
-      jobs.push_back({ports_.Nic(topology_.node_of(src), RailOf(src)), ports_.Nic(topology_.node_of(dst), RailOf(dst)), Bytes(src, dst)});
+      jobs.push_back({NicOf(src), NicOf(dst), Bytes(src, dst)});
     }
-    for (int job : ListScheduling(workload_.ports(), jobs).Run()) AddFlow(between[job].first, between[job].second, {});
+    ListScheduling order(topology_.nodes() * topology_.rails(), jobs);
+    for (int job : order.Run()) AddFlow(between[job].first, between[job].second, {});
     for (auto [src, dst] : flows) {
       if (SameNode(src, dst)) AddFlow(src, dst, {});
     }

@@ -3,81 +3,117 @@
 
 #include <algorithm>
 
-#include "csrc/sched/birkhoff.h"
-
 namespace hoccl {
 namespace {
 
-// Goes over the matrix once: for large groups that is most of a plan's cost.
+// A link that is in use for this part of the busiest port's time cannot make up for a delay.
+constexpr double kNoTimeToSpare = 0.5;
+// Nor has it time for others' bytes from here on.
+constexpr double kBusy = 0.8;
+
 class Summation {
  public:
-  Summation(const Topology& topology, const Traffic& traffic)
+  Summation(const Topology& topology, const Traffic& traffic, int64_t staging_bytes)
       : topology_(topology),
         traffic_(traffic),
+        staging_bytes_(staging_bytes),
         nodes_(topology.nodes()),
-        link_share_(topology.speeds().nic / topology.speeds().nvlink),
-        to_node_(nodes_),
-        to_rank_(topology.ranks()),
-        busiest_(nodes_),
-        arriving_(topology.ranks()) {
-    demand_.bytes.resize(static_cast<size_t>(nodes_) * nodes_);
-    demand_.weight.resize(static_cast<size_t>(nodes_) * nodes_);
-    demand_.link.resize(topology.ranks());
-  }
+        ranks_(topology.ranks()),
+        from_rank_(static_cast<size_t>(ranks_) * nodes_),
+        to_rank_(static_cast<size_t>(nodes_) * ranks_),
+        out_(ranks_),
+        in_(ranks_) {}
 
   NodeDemand Run() {
-    for (int node = 0; node < nodes_; ++node) AddNode(node);
-    for (int rank = 0; rank < topology_.ranks(); ++rank) demand_.link[rank] = std::max(demand_.link[rank], arriving_[rank]);
-    return std::move(demand_);
+    AddUp();
+    NodeDemand demand;
+    demand.bytes.resize(static_cast<size_t>(nodes_) * nodes_);
+    for (int src = 0; src < ranks_; ++src) {
+      for (int node = 0; node < nodes_; ++node) demand.bytes[At(topology_.node_of(src), node)] += from_rank_[RankAt(src, node)];
+    }
+    double busiest = BusiestPort(demand.bytes);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (LinkSeconds(std::max(out_[rank], in_[rank])) > kBusy * busiest) demand.busy.push_back(rank);
+    }
+    demand.weight = Weights(demand.bytes, busiest);
+    return demand;
   }
 
  private:
-  void AddNode(int node) {
-    std::ranges::fill(to_rank_, 0);
-    std::ranges::fill(busiest_, 0);
-    int64_t* bytes = &demand_.bytes[static_cast<size_t>(node) * nodes_];
-    for (int src : topology_.ranks_of(node)) AddSender(src, bytes);
-    for (int dst = 0; dst < topology_.ranks(); ++dst) {
-      int64_t& busiest = busiest_[topology_.node_of(dst)];
-      busiest = std::max(busiest, to_rank_[dst]);
-      arriving_[dst] += to_rank_[dst];
+  size_t At(int src_node, int dst_node) const { return static_cast<size_t>(src_node) * nodes_ + dst_node; }
+  size_t RankAt(int src, int dst_node) const { return static_cast<size_t>(src) * nodes_ + dst_node; }
+  double LinkSeconds(int64_t bytes) const { return static_cast<double>(bytes) / topology_.speeds().nvlink; }
+
+  // Goes over the matrix once: for large groups that is much of what a plan costs.
+  void AddUp() {
+    for (int src = 0; src < ranks_; ++src) {
+      int64_t* to_rank = &to_rank_[static_cast<size_t>(topology_.node_of(src)) * ranks_];
+      int64_t* to_node = &from_rank_[RankAt(src, 0)];
+      for (int dst = 0; dst < ranks_; ++dst) {
+        int64_t bytes = src == dst ? 0 : traffic_.at(src, dst);
+        to_node[topology_.node_of(dst)] += bytes;
+        to_rank[dst] += bytes;
+      }
+      for (int node = 0; node < nodes_; ++node) out_[src] += to_node[node];
     }
-    for (int other = 0; other < nodes_; ++other) {
-      if (other == node) continue;
-      int64_t nics = (bytes[other] + topology_.rails() - 1) / topology_.rails();
-      auto link = static_cast<int64_t>(link_share_ * static_cast<double>(busiest_[other]));
-      demand_.weight[static_cast<size_t>(node) * nodes_ + other] = std::max(nics, link);
+    for (int node = 0; node < nodes_; ++node) {
+      for (int dst = 0; dst < ranks_; ++dst) in_[dst] += to_rank_[static_cast<size_t>(node) * ranks_ + dst];
     }
   }
 
-  void AddSender(int src, int64_t* bytes) {
-    std::ranges::fill(to_node_, 0);
-    for (int dst = 0; dst < topology_.ranks(); ++dst) {
-      int64_t own = src == dst ? 0 : traffic_.at(src, dst);
-      to_node_[topology_.node_of(dst)] += own;
-      to_rank_[dst] += own;
+  // Seconds.
+  double BusiestPort(const std::vector<int64_t>& bytes) const {
+    double busiest = std::max(LinkSeconds(std::ranges::max(out_)), LinkSeconds(std::ranges::max(in_)));
+    for (int node = 0; node < nodes_; ++node) {
+      int64_t sends = 0, receives = 0;
+      for (int other = 0; other < nodes_; ++other) {
+        sends += other == node ? 0 : bytes[At(node, other)];
+        receives += other == node ? 0 : bytes[At(other, node)];
+      }
+      busiest = std::max(busiest, static_cast<double>(std::max(sends, receives)) / topology_.rails() / topology_.speeds().nic);
     }
-    for (int other = 0; other < nodes_; ++other) {
-      bytes[other] += to_node_[other];
-      busiest_[other] = std::max(busiest_[other], to_node_[other]);
-      demand_.link[src] += to_node_[other];
+    return busiest;
+  }
+
+  std::vector<int64_t> Weights(const std::vector<int64_t>& bytes, double busiest) const {
+    std::vector<int64_t> weight(bytes.size());
+    for (int node = 0; node < nodes_; ++node) {
+      for (int other = 0; other < nodes_; ++other) {
+        if (other != node) weight[At(node, other)] = (bytes[At(node, other)] + topology_.rails() - 1) / topology_.rails();
+      }
     }
+    double link_share = topology_.speeds().nic / topology_.speeds().nvlink;  // bytes of one rail in the time of a byte over a link
+    auto raise = [&](int node, int other, int64_t link_bytes, int64_t all_bytes) {
+      int64_t& pair = weight[At(node, other)];
+      auto link = static_cast<int64_t>(link_share * static_cast<double>(link_bytes));
+      if (node == other || link <= pair) return;
+      if (LinkSeconds(all_bytes) > kNoTimeToSpare * busiest || link - pair > staging_bytes_ / 2) pair = link;
+    };
+    for (int rank = 0; rank < ranks_; ++rank) {
+      int home = topology_.node_of(rank);
+      for (int node = 0; node < nodes_; ++node) {
+        raise(home, node, from_rank_[RankAt(rank, node)], out_[rank]);
+        raise(node, home, to_rank_[static_cast<size_t>(node) * ranks_ + rank], in_[rank]);
+      }
+    }
+    return weight;
   }
 
   const Topology& topology_;
   const Traffic& traffic_;
+  int64_t staging_bytes_;
   int nodes_;
-  double link_share_;  // bytes of one rail in the time of a byte over a link
-  NodeDemand demand_;
-  std::vector<int64_t> to_node_;   // of one sender
-  std::vector<int64_t> to_rank_;   // of one node
-  std::vector<int64_t> busiest_;   // of one node: the most that one of its devices has for a node, or one of a node's gets
-  std::vector<int64_t> arriving_;  // at each rank
+  int ranks_;
+  std::vector<int64_t> from_rank_;  // ranks x nodes
+  std::vector<int64_t> to_rank_;    // nodes x ranks
+  std::vector<int64_t> out_, in_;   // of each rank
 };
 
 }  // namespace
 
-NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic) { return Summation(topology, traffic).Run(); }
+NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic, int64_t staging_bytes) {
+  return Summation(topology, traffic, staging_bytes).Run();
+}
 
 std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node) {
   std::vector<int64_t> demand;
@@ -85,17 +121,6 @@ std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& tr
     for (int dst : topology.ranks_of(node)) demand.push_back(src == dst ? 0 : traffic.at(src, dst));
   }
   return demand;
-}
-
-std::vector<int> BusyRanks(const NodeDemand& demand, const Topology& topology) {
-  constexpr double kBusy = 0.8;
-  double busiest = static_cast<double>(LargestSum(topology.nodes(), demand.weight)) / topology.speeds().nic;
-  for (int64_t bytes : demand.link) busiest = std::max(busiest, static_cast<double>(bytes) / topology.speeds().nvlink);
-  std::vector<int> busy;
-  for (size_t rank = 0; rank < demand.link.size(); ++rank) {
-    if (static_cast<double>(demand.link[rank]) / topology.speeds().nvlink > kBusy * busiest) busy.push_back(static_cast<int>(rank));
-  }
-  return busy;
 }
 
 }  // namespace hoccl

@@ -13,19 +13,18 @@ namespace hoccl {
 // Matrices are nodes x nodes, row = sender.
 struct NodeDemand {
   std::vector<int64_t> bytes;
-  // The time that a pair of nodes needs, in bytes of one rail: of its NICs, or of its busiest device's link where that is more.
+  // The time that a pair of nodes needs, in bytes of one rail: of its NICs, or of a device's link where that is more and cannot be made up
+  // for. It can if the link has time to spare in all and staging holds what it is behind by.
   std::vector<int64_t> weight;
-  // The most that each rank's link has to carry in one direction, bytes staged for others left out.
-  std::vector<int64_t> link;
+  // Ranks, ascending, whose own bytes keep their link busy nearly as long as the busiest port.
+  std::vector<int> busy;
 };
 
-NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic);
+// `staging_bytes`: of one rail, at one end.
+NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic, int64_t staging_bytes);
 
 // What the devices of one node have for each other, as a matrix over its ranks.
 std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node);
-
-// Ranks, ascending, whose own bytes keep their link busy nearly as long as the busiest port.
-std::vector<int> BusyRanks(const NodeDemand& demand, const Topology& topology);
 
 }  // namespace hoccl
 

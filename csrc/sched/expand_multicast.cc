@@ -18,11 +18,13 @@ class MulticastExpansion {
         node_(node),
         sequencer_(plan),
         multicast_of_(topology_.ranks(), nullptr),
+        hands_out_(topology_.ranks()),
         last_hop_(topology_.ranks()),
         stages_(std::max(1, pattern_.stages())),
         within_(stages_),
         sends_(static_cast<size_t>(topology_.nodes()) * topology_.rails()) {
     for (const Multicast& multicast : plan.traffic->multicasts) multicast_of_[multicast.src] = &multicast;
+    for (const Multicast& multicast : plan.traffic->multicasts) hands_out_[multicast.src] = HandsOut(multicast);
     std::vector<std::vector<Piece>> blocks = LeavingBlocks(*plan.traffic, topology_);
     for (int origin : pattern_.nodes) chunks_.push_back(RailChunks(plan_, blocks[origin]));
     for (int position = 0; position < Nodes(); ++position) FindLastHops(position, blocks[pattern_.nodes[position]]);
@@ -111,7 +113,9 @@ class MulticastExpansion {
   Place StageIn(int stage, int rail, int turn, const Piece& chunk, int slot) {
     Place to{Buffer::kSendSlot, plan_.StagingRank(chunk.src, rail), slot};
     if (Sees(topology_.node_of(chunk.src))) {
-      sequencer_.Add(turn, {Leg::kStageIn, stage, rail, chunk.src, -1, chunk.offset, chunk.bytes, {Buffer::kOperand, chunk.src}, to});
+      Step step{Leg::kStageIn, stage, rail, chunk.src, -1, chunk.offset, chunk.bytes, {Buffer::kOperand, chunk.src}, to};
+      sequencer_.Add(turn, step);
+      if (hands_out_[chunk.src]) Deliver(turn, step);
     }
     return to;
   }
@@ -124,23 +128,28 @@ class MulticastExpansion {
     return {Buffer::kReceiveSlot, only_home ? plan_.StagingRank(home, rail) : home, slot};
   }
 
-  // Writes a chunk to `node`, where one device gets it from the slot and the others from that one.
+  // Writes a chunk to `node`, where those who want it get it.
   void Pass(int stage, int rail, int turn, const Piece& chunk, const Place& from, int node, int slot) {
     Step step{Leg::kWrite, stage, rail, chunk.src, -1, chunk.offset, chunk.bytes, from, ReceivePlace(node, rail, chunk.src, slot)};
     sequencer_.Add(turn, step);
-    std::vector<int> wanted = DestinationsOn(chunk.src, node);
-    if (!Sees(node) || wanted.empty()) return;
-    std::vector<int> candidates = wanted;
-    if (candidates.size() > 1) std::erase(candidates, step.to.rank);
-    int first = candidates[(turn + rail) % candidates.size()];
+    if (Sees(node)) Deliver(turn, step);
+  }
+
+  // After `step` has put a chunk into a slot: one device of the node gets it from there, the others from that one, neighbours first, so
+  // that devices that relay at the same time begin with different ones.
+  void Deliver(int turn, Step step) {
+    std::vector<int> wanted = DestinationsOn(step.src, topology_.node_of(step.to.rank));
+    if (wanted.empty()) return;
+    auto size = static_cast<int>(wanted.size());
+    int first = (turn + step.rail) % size;
+    if (wanted[first] == step.to.rank && size > 1) first = (first + 1) % size;
+    std::ranges::rotate(wanted, wanted.begin() + first);
     step.leg = Leg::kStageOut;
     step.from = step.to;
-    step.to = {Buffer::kResult, first};
-    step.dst = first;
+    step.to = {Buffer::kResult, wanted[0]};
+    step.dst = wanted[0];
     sequencer_.Add(turn, step);
-    for (int rank : wanted) {
-      if (rank != first) sequencer_.Add(turn, Relay(step, rank));
-    }
+    for (int i = 1; i < size; ++i) sequencer_.Add(turn, Relay(step, wanted[i]));
   }
 
   static Step Relay(Step step, int rank) {
@@ -153,7 +162,7 @@ class MulticastExpansion {
   }
 
   // The source's copies to its own node, evenly over the stages: one destination after the other, beginning with the neighbour. A source
-  // that has much more than its neighbours hands each of them a part, which they pass on.
+  // that hands out gives each of them a part, which they pass on; if its chunks leave the node, this is done from their slots.
   void AddWithinNode(const Multicast& multicast) {
     int node = topology_.node_of(multicast.src);
     if (!Sees(node) || multicast.bytes == 0) return;
@@ -161,22 +170,30 @@ class MulticastExpansion {
     Step step{Leg::kOwn, 0, -1, multicast.src, multicast.src, 0, multicast.bytes, operand, {Buffer::kResult, multicast.src}};
     if (multicast.Reaches(multicast.src)) within_[0].push_back({0, step});
     std::vector<int> wanted = DestinationsOn(multicast.src, node);
-    if (wanted.empty()) return;
+    bool hand_out = hands_out_[multicast.src];
+    if (wanted.empty() || (hand_out && last_hop_[multicast.src] > 0)) return;
     std::ranges::rotate(wanted, std::ranges::upper_bound(wanted, multicast.src));
     std::vector<Piece> chunks = Interleave({{multicast.src, -1, 0, multicast.bytes}}, plan_.chunk_bytes);
     auto count = static_cast<int64_t>(chunks.size()), copies = static_cast<int64_t>(wanted.size());
-    bool hand_out = copies > 1 && static_cast<double>(copies) * static_cast<double>(multicast.bytes) > 1.25 * MostArriving(node);
     int64_t total = hand_out ? count : count * copies;
     for (int64_t i = 0; i < total; ++i) {
       const Piece& chunk = chunks[i % count];
-      int dst = wanted[hand_out ? i % copies : i / count];
+      int64_t first = hand_out ? i % copies : i / count;
+      int dst = wanted[first];
       auto stage = static_cast<int>(i * stages_ / total);
       step = {Leg::kDirect, stage, -1, chunk.src, dst, chunk.offset, chunk.bytes, operand, {Buffer::kResult, dst}};
       within_[stage].push_back({i, step});
-      for (int rank : wanted) {
-        if (hand_out && rank != dst) within_[stage].push_back({i, Relay(step, rank)});
+      for (int64_t next = first + 1; hand_out && next < first + copies; ++next) {
+        within_[stage].push_back({i, Relay(step, wanted[next % copies])});
       }
     }
+  }
+
+  // Would the source's link, if it made all copies to its node itself, be busy for longer than those of its destinations?
+  bool HandsOut(const Multicast& multicast) const {
+    int node = topology_.node_of(multicast.src);
+    auto copies = static_cast<double>(DestinationsOn(multicast.src, node).size());
+    return copies > 1 && copies * static_cast<double>(multicast.bytes) > 1.25 * MostArriving(node);
   }
 
   // The most bytes that one rank of the node gets from others of the node.
@@ -200,6 +217,7 @@ class MulticastExpansion {
   Sequencer sequencer_;
   std::vector<const Multicast*> multicast_of_;           // by source, or null
   std::vector<std::vector<std::vector<Piece>>> chunks_;  // by position in the ring and rail
+  std::vector<bool> hands_out_;                          // by source
   std::vector<int> last_hop_;                            // by source
   int stages_;
   std::vector<std::vector<Turn>> within_;  // by stage

@@ -16,7 +16,7 @@ namespace {
 
 // Chunks are small enough that the busiest port has this many, and large enough that starting a copy costs little.
 constexpr int64_t kChunksOfBusiestPort = 32;
-constexpr int64_t kLeastChunk = int64_t{128} << 10;
+constexpr int64_t kLeastChunk = int64_t{256} << 10;
 constexpr int64_t kLeastSlot = int64_t{4} << 10;
 constexpr int kMostSlots = 64;
 // A write of this many bytes takes a NIC a few times as long as starting it.
@@ -31,8 +31,11 @@ int SlotsFor(int64_t chunk_bytes, const PlanOptions& options) {
   return static_cast<int>(std::clamp<int64_t>(options.staging_bytes / chunk_bytes, 2, kMostSlots)) & ~1;
 }
 
+// Doubling saves hops, and the ring keeps copies and NICs busy more evenly: where a hop of the ring is shorter than this, passing on takes
+// most of it.
+constexpr double kDoublingSeconds = 20e-6;
 // In a shorter stage a receiver could not tell the next sender that it is its turn.
-constexpr double kLeastStageSeconds = 10e-6;
+constexpr double kLeastStageSeconds = 2.5e-6;
 
 void PlanBetweenNodes(const NodeDemand& demand, double error, Plan* plan) {
   int n = plan->topology.nodes();
@@ -120,7 +123,7 @@ std::vector<DirectStage> SpreadDirect(const std::vector<Matching>& matchings, co
 
 void PlanMatrix(const PlanOptions& options, Plan* plan) {
   const Topology& topology = plan->topology;
-  NodeDemand demand = DemandOfNodes(topology, *plan->traffic);
+  NodeDemand demand = DemandOfNodes(topology, *plan->traffic, options.staging_bytes);
   std::vector<std::vector<int64_t>> devices;
   int64_t busiest_link = 0;
   for (int node = 0; node < topology.nodes(); ++node) {
@@ -133,7 +136,7 @@ void PlanMatrix(const PlanOptions& options, Plan* plan) {
   int64_t busiest_port = busiest_nic > 0 ? std::min(busiest_nic, kChunksOfBusiestPort / 2 * MeanTransfer(demand, *plan)) : busiest_link;
   plan->chunk_bytes = ChunkFor(busiest_port, options);
   plan->slots = SlotsFor(plan->chunk_bytes, options);
-  if (busiest_nic > 0) plan->spared = BusyRanks(demand, topology);
+  if (busiest_nic > 0) plan->spared = demand.busy;
   plan->direct.resize(topology.nodes());
   if (busiest_link == 0) return;
   std::vector<std::vector<double>> slack = SlackTimelines(*plan);
@@ -192,11 +195,11 @@ void PlanMulticasts(const PlanOptions& options, Plan* plan) {
     for (const Piece& block : of_node) bytes += block.bytes;
     most_of_node = std::max(most_of_node, bytes / plan->topology.rails());
   }
-  // A node can pass on a chunk only when it has all of it, so there are several chunks of each node in the ring.
-  int64_t busiest = nodes < 2 ? largest_block : std::min(most_of_node * (nodes - 1), most_of_node * (kChunksOfBusiestPort / 4));
-  plan->chunk_bytes = ChunkFor(busiest, options);
+  // A chunk is passed on only when all of it is there, so there are several of each node on each rail, or of a block on its only node.
+  plan->chunk_bytes = ChunkFor((nodes < 2 ? largest_block : most_of_node) * (kChunksOfBusiestPort / 8), options);
   plan->slots = SlotsFor(plan->chunk_bytes, options);
-  if (nodes < 2 || (nodes > 2 && FitDoubling(options, blocks, plan))) return;
+  bool short_hops = static_cast<double>(most_of_node) / plan->topology.speeds().nic < kDoublingSeconds;
+  if (nodes < 2 || (nodes > 2 && short_hops && FitDoubling(options, blocks, plan))) return;
   plan->multicast.pattern = Pattern::kRing;
   plan->multicast.chunks_per_round = plan->slots / 2;
   plan->multicast.rounds = (MostChunks(*plan, blocks) + plan->multicast.chunks_per_round - 1) / plan->multicast.chunks_per_round;

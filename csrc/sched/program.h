@@ -15,7 +15,7 @@ namespace hoccl {
 enum class Leg : uint8_t {
   kStageIn,   // operand -> sending slot, by the sender's copy engine
   kWrite,     // slot -> receiving slot on another node, by a NIC
-  kStageOut,  // receiving slot -> result, by the copy engine of the slot's device
+  kStageOut,  // slot -> result, by the copy engine of the slot's device; from a sending slot, of a multicast, on its source's node
   kDirect,    // operand -> result of another rank of the node, by the sender's copy engine
   kRelay,     // result of one rank -> result of another rank of the node, by the former's copy engine
   kOwn,       // operand -> result of the same rank, by whatever its device copies with

@@ -5,6 +5,9 @@
 #include <map>
 #include <queue>
 #include <tuple>
+#include <utility>
+
+#include "csrc/sched/demand.h"
 
 namespace hoccl {
 namespace {
@@ -233,14 +236,15 @@ Workload WorkloadOfStages(const Plan& plan) {
   for (int node = 0; node < n; ++node) {
     workload.AddPort({Workload::Next::kInOrder});
   }
-  std::vector<int64_t> before(static_cast<size_t>(n) * n);
-  std::vector<std::vector<Workload::Wait>> last(n);
+  NodeDemand demand = DemandOfNodes(plan.topology, *plan.traffic, plan.slots * plan.chunk_bytes);
+  std::vector<double> before(static_cast<size_t>(n) * n);
+  std::vector<std::vector<Workload::Wait>> turn(n);  // of each receiver
   for (const Stage& stage : plan.stages) {
     for (const Transfer& t : stage.transfers) {
-      int64_t& moved = before[static_cast<size_t>(t.src_node) * n + t.dst_node];
-      workload.Add({t.src_node, t.dst_node, t.end - moved, speeds.nic * plan.topology.rails(), speeds.nic_overhead, 0}, last[t.dst_node]);
-      last[t.dst_node] = {{workload.size() - 1, 0}};
-      moved = t.end;
+      size_t pair = static_cast<size_t>(t.src_node) * n + t.dst_node;
+      double served = static_cast<double>(demand.weight[pair]) * static_cast<double>(t.end) / static_cast<double>(demand.bytes[pair]);
+      auto bytes = static_cast<int64_t>(served - std::exchange(before[pair], served));
+      turn[t.dst_node] = {{workload.Add({t.src_node, t.dst_node, bytes, speeds.nic, speeds.nic_overhead, 0}, turn[t.dst_node]), 0}};
     }
   }
   return workload;
@@ -250,6 +254,9 @@ double SimulatePlan(const Plan& plan) {
   return plan.topology.speeds().operation_start + Makespan(Simulate(WorkloadOf(Expand(plan), plan.topology)));
 }
 
-double SimulateStages(const Plan& plan) { return plan.topology.speeds().operation_start + Makespan(Simulate(WorkloadOfStages(plan))); }
+double SimulateStages(const Plan& plan) {
+  const LinkSpeeds& speeds = plan.topology.speeds();
+  return speeds.operation_start + Makespan(Simulate(WorkloadOfStages(plan))) + speeds.nic_latency;
+}
 
 }  // namespace hoccl

@@ -91,8 +91,8 @@ double Makespan(const std::vector<Interval>& intervals);
 // The steps of a program on the links of a topology, one task for each step. `copy`: which of its copies a copy engine makes next.
 Workload WorkloadOf(const Program& program, const Topology& topology, Workload::Next copy = Workload::Next::kFirstPossible);
 
-// Only the NICs, each transfer of a stage as one task that all rails of its two nodes share: for sizes at which steps are too many. Strict
-// senders and no copies: what a plan of one-to-one traffic costs between nodes if copies keep up.
+// The transfers of one-to-one traffic alone, one task for each and all rails, as long as the pair's NICs or its busiest link need: for
+// sizes at which steps are too many. What a plan costs between nodes if copies keep up.
 Workload WorkloadOfStages(const Plan& plan);
 
 // Seconds from the call of the operation to its end, as simulated: of all steps, or of stages alone as in WorkloadOfStages.

@@ -33,7 +33,7 @@ Status CheckStep(const Step& step, const Topology& topology, int slots, int64_t 
       possible &= goes(Buffer::kOperand, Buffer::kSendSlot);
       break;
     case Leg::kStageOut:
-      possible &= goes(Buffer::kReceiveSlot, Buffer::kResult);
+      possible &= step.from.is_slot() && step.to.buffer == Buffer::kResult;
       break;
     case Leg::kRelay:
       possible &= goes(Buffer::kResult, Buffer::kResult) && step.from.rank != step.to.rank;
