@@ -24,7 +24,7 @@ AxisName = Any  # a hashable, or a tuple of them where several axes act as one
 
 
 def _run(function: Callable[..., Any], priority: str, *args: Any, **kwargs: Any) -> Any:
-    if priority not in primitives.PRIORITIES:
+    if not isinstance(priority, str) or priority not in primitives.PRIORITIES:
         raise ValueError(f"priority must be one of {', '.join(primitives.PRIORITIES)}, got {priority!r}")
     if Config.from_env().disable:
         return function(*args, **kwargs)

@@ -19,14 +19,14 @@ def _boolean(text: str) -> bool:
     return lowered in _TRUE
 
 
-def _integer(minimum: int) -> Callable[[str], int]:
+def _integer(minimum: int, maximum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if value < minimum:
-            raise ValueError(f"an integer of at least {minimum}")
+        if not minimum <= value <= maximum:
+            raise ValueError(f"an integer from {minimum} to {maximum}")
         return value
 
     return parse
@@ -37,8 +37,8 @@ def _positive_seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (0 < value < math.inf):
-        raise ValueError("a positive number of seconds")
+    if not 1e-3 <= value <= 1e9:
+        raise ValueError("a number of seconds from 0.001 to 1e9")
     return value
 
 
@@ -68,13 +68,13 @@ class Config:
     )
     disable: bool = _setting("HOCCL_DISABLE", False, _boolean, "Run every function as its `jax.lax` twin.")
     copy_threads: int = _setting(
-        "HOCCL_COPY_THREADS", 0, _integer(0), "Threads that copy for CPU devices; 0: one for each core this process may use, at most 8."
+        "HOCCL_COPY_THREADS", 0, _integer(0, 1024), "Threads that copy for CPU devices; 0: one for each core this process may use, at most 8."
     )
     chunk_bytes: int = _setting(
-        "HOCCL_CHUNK_BYTES", 256 << 10, _integer(1), "Bytes that a copy engine moves before other transfers may come in between."
+        "HOCCL_CHUNK_BYTES", 256 << 10, _integer(1, 1 << 40), "Bytes that a copy engine moves before other transfers may come in between."
     )
     inline_bytes: int = _setting(
-        "HOCCL_INLINE_BYTES", 32 << 10, _integer(0), "Copies of at most so many bytes are done by the thread that posts the operation."
+        "HOCCL_INLINE_BYTES", 32 << 10, _integer(0, 1 << 40), "Copies of at most so many bytes are done by the thread that posts the operation."
     )
     cross_memory: Literal["auto", "on", "off"] = _setting(
         "HOCCL_CROSS_MEMORY",

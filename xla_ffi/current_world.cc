@@ -1,5 +1,7 @@
 #include "xla_ffi/current_world.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <utility>
 
@@ -10,8 +12,12 @@ namespace {
 struct Current {
   std::shared_mutex mutex;
   std::unique_ptr<World> world;
+  pid_t owner = 0;  // the process that started it
   std::atomic<int64_t> generation = 0;
 };
+
+// A forked child has its parent's world but none of its threads: it must neither use nor destroy it.
+bool IsInherited(const Current& current) { return current.world != nullptr && current.owner != ::getpid(); }
 
 Current& TheCurrent() {
   static Current* current = new Current();
@@ -20,15 +26,18 @@ Current& TheCurrent() {
 
 }  // namespace
 
-WorldGuard::WorldGuard() : lock_(TheCurrent().mutex), world_(TheCurrent().world.get()) {}
+WorldGuard::WorldGuard() : lock_(TheCurrent().mutex), world_(IsInherited(TheCurrent()) ? nullptr : TheCurrent().world.get()) {}
 
 Status StartWorld(const WorldOptions& options) {
   Current& current = TheCurrent();
   std::unique_lock lock(current.mutex);
+  if (IsInherited(current)) [[maybe_unused]]
+    World* abandoned = current.world.release();
   if (current.world != nullptr) return FailedPrecondition("hoccl_jax is running already in this process");
   Result<std::unique_ptr<World>> world = World::Start(options);
   if (!world.ok()) return world.status();
   current.world = *std::move(world);
+  current.owner = ::getpid();
   current.generation.fetch_add(1);
   return {};
 }
@@ -37,6 +46,10 @@ void StopWorld() {
   std::unique_ptr<World> stopped;
   {
     std::unique_lock lock(TheCurrent().mutex);
+    if (IsInherited(TheCurrent())) {
+      [[maybe_unused]] World* abandoned = TheCurrent().world.release();
+      return;
+    }
     stopped = std::move(TheCurrent().world);
   }
   // Destroyed without the lock: the last completions run the rest of programs, whose handlers find no world and fail.

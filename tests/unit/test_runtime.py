@@ -57,6 +57,18 @@ def test_init_and_shutdown_may_be_repeated() -> None:
     assert not running()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_child_has_no_engine_and_can_shut_down() -> None:
+    hoccl_jax.init()
+    child = os.fork()
+    if child == 0:
+        refused = not running()
+        hoccl_jax.shutdown()
+        os._exit(0 if refused else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert running()
+
+
 def test_first_use_starts_the_engine() -> None:
     hoccl_jax.shutdown()
     program, x = ring_program()
