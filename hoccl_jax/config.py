@@ -68,13 +68,19 @@ class Config:
     )
     disable: bool = _setting("HOCCL_DISABLE", False, _boolean, "Run every function as its `jax.lax` twin.")
     copy_threads: int = _setting(
-        "HOCCL_COPY_THREADS", 0, _integer(0, 1024), "Threads that copy for CPU devices; 0: one for each core this process may use, at most 8."
+        "HOCCL_COPY_THREADS",
+        0,
+        _integer(0, 1024),
+        "Threads that copy for CPU devices; 0: one for each core this process may use, at most 8.",
     )
     chunk_bytes: int = _setting(
         "HOCCL_CHUNK_BYTES", 256 << 10, _integer(1, 1 << 40), "Bytes that a copy engine moves before other transfers may come in between."
     )
     inline_bytes: int = _setting(
-        "HOCCL_INLINE_BYTES", 32 << 10, _integer(0, 1 << 40), "Copies of at most so many bytes are done by the thread that posts the operation."
+        "HOCCL_INLINE_BYTES",
+        32 << 10,
+        _integer(0, 1 << 40),
+        "Copies of at most so many bytes are done by the thread that posts the operation.",
     )
     cross_memory: Literal["auto", "on", "off"] = _setting(
         "HOCCL_CROSS_MEMORY",
