@@ -1,7 +1,11 @@
 """The compiled extension (xla_ffi/module.cc). Errors of the engine are RuntimeError."""
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
+
+sched: ModuleType
+"""The collective scheduler (xla_ffi/sched_bindings.cc)."""
 
 def ffi_api_version() -> tuple[int, int]:
     """Major and minor version of the XLA FFI headers that the handlers are built with."""

@@ -15,6 +15,7 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/cpu_handlers.h"
 #include "xla_ffi/current_world.h"
+#include "xla_ffi/sched_bindings.h"
 
 namespace nb = nanobind;
 
@@ -142,6 +143,8 @@ NB_MODULE(_native, m) {
   m.def("topology", &Topology);
   m.def("compilation_began", &BeginCompilation);
   m.def("compilation_ended", &EndCompilation, nb::arg("module"));
+  nb::module_ sched = m.def_submodule("sched", "The collective scheduler.");
+  BindSched(sched);
 }
 
 }  // namespace hoccl

@@ -188,15 +188,23 @@ void PlanMulticasts(const PlanOptions& options, Plan* plan) {
   std::vector<std::vector<Piece>> blocks = LeavingBlocks(*plan->traffic, plan->topology);
   plan->multicast.nodes = TakingPart(plan->topology, *plan->traffic, blocks);
   auto nodes = static_cast<int64_t>(plan->multicast.nodes.size());
-  int64_t largest_block = 0, most_of_node = 0;
+  int64_t largest_block = 0, most_of_node = 0, origins = 0;
   for (const Multicast& multicast : plan->traffic->multicasts) largest_block = std::max(largest_block, multicast.bytes);
   for (const std::vector<Piece>& of_node : blocks) {
     int64_t bytes = 0;
     for (const Piece& block : of_node) bytes += block.bytes;
     most_of_node = std::max(most_of_node, bytes / plan->topology.rails());
+    origins += bytes > 0;
   }
-  // A chunk is passed on only when all of it is there, so there are several of each node on each rail, or of a block on its only node.
-  plan->chunk_bytes = ChunkFor((nodes < 2 ? largest_block : most_of_node) * (kChunksOfBusiestPort / 8), options);
+  // A chunk is passed on only when all of it is there, so there are several of each node on each rail, or of a block on its only node: more
+  // the longer the way is and the fewer others fill it.
+  int64_t bytes = most_of_node, least_count = 4;
+  if (nodes < 2) {
+    bytes = largest_block;
+  } else {
+    least_count = std::max(least_count, 2 * (nodes - 1) / origins);
+  }
+  plan->chunk_bytes = ChunkFor(bytes * kChunksOfBusiestPort / least_count, options);
   plan->slots = SlotsFor(plan->chunk_bytes, options);
   bool short_hops = static_cast<double>(most_of_node) / plan->topology.speeds().nic < kDoublingSeconds;
   if (nodes < 2 || (nodes > 2 && short_hops && FitDoubling(options, blocks, plan))) return;

@@ -17,8 +17,10 @@ std::string PlaceToString(const Place& place) {
 
 }  // namespace
 
+std::string_view LegName(Leg leg) { return kLegNames[static_cast<size_t>(leg)]; }
+
 std::string Step::ToString() const {
-  std::string text = "stage " + std::to_string(stage) + " " + std::string(kLegNames[static_cast<size_t>(leg)]);
+  std::string text = "stage " + std::to_string(stage) + " " + std::string(LegName(leg));
   if (rail >= 0) text += " rail " + std::to_string(rail);
   text += " " + std::to_string(src) + "->" + (dst < 0 ? "several" : std::to_string(dst));
   text += " [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) + ") ";

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "csrc/sched/plan.h"
@@ -20,6 +21,8 @@ enum class Leg : uint8_t {
   kRelay,     // result of one rank -> result of another rank of the node, by the former's copy engine
   kOwn,       // operand -> result of the same rank, by whatever its device copies with
 };
+
+std::string_view LegName(Leg leg);
 
 enum class Buffer : uint8_t { kOperand, kSendSlot, kReceiveSlot, kResult };
 
