@@ -8,7 +8,7 @@ import traceback
 import jax
 
 from tests import cases
-from tests.multiprocess.programs.common import report
+from tests.multiprocess.programs.common import barrier, report
 
 
 def main(seed: int, count: int) -> None:
@@ -21,6 +21,7 @@ def main(seed: int, count: int) -> None:
             failed[str(case)] = traceback.format_exc()[-2000:]
         ran += 1
     report(ran=ran, failed=failed)
+    barrier("done")  # a send is done before it is received: who leaves at once takes the data along (test_leaving.py)
 
 
 if __name__ == "__main__":
