@@ -1,11 +1,43 @@
 """hoccl_jax equals jax.lax, bit for bit, in random cases over everything that can vary."""
 
-import jax
-import pytest
+from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import hoccl_jax
 from tests import cases
 
 
 @pytest.mark.parametrize("case", list(cases.generate(8, seed=0, count=560)), ids=str)
 def test_equals_jax_lax(case: cases.Case) -> None:
     cases.check(case, jax.devices())
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("to", ["varying", "invarying", "reduced"])
+def test_gradient_of_a_gathered_weight(to: str, tiled: bool) -> None:
+    """The type that the result has under check_vma decides how the gradient goes back."""
+    mesh = Mesh(np.array(jax.devices()), "x")
+
+    def value_and_grad(library: Any) -> Any:
+        def loss(weight: jax.Array, scale: jax.Array) -> jax.Array:
+            gathered = library.all_gather(weight, "x", to=to, tiled=tiled).reshape(16)
+            return jnp.sum(gathered * gathered * scale)
+
+        def body(weight: jax.Array, scale: jax.Array) -> Any:
+            scale = scale if to == "invarying" else lax.pcast(scale, "x", to="varying")
+            return jax.tree.map(lambda y: y[None], jax.value_and_grad(loss)(weight, scale))
+
+        program = jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        return jax.jit(program)(np.arange(16, dtype=np.float32), np.arange(16, dtype=np.float32))
+
+    for ours, theirs in zip(value_and_grad(hoccl_jax), value_and_grad(lax), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
