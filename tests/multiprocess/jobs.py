@@ -7,9 +7,12 @@ import os
 import pathlib
 from typing import Any
 
+import hoccl_jax
 from hoccl_jax.tools import launch
 
 _ROOT = pathlib.Path(__file__).parents[2]
+
+_PACKAGE_PARENT = str(pathlib.Path(hoccl_jax.__file__).parents[1])  # ranks use the package that this process uses, installed or not
 
 DEADLINE_S = 120.0  # for a whole job on a loaded machine
 
@@ -23,9 +26,8 @@ def start(
     program: str, *args: str, processes: int, devices: int, env: dict[str, str] | None = None, heartbeat_timeout_s: int = 100
 ) -> launch.Ranks:
     """Starts tests/multiprocess/programs/<program>.py."""
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([_PACKAGE_PARENT, str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     module = f"tests.multiprocess.programs.{program}"
-    # As with `python -m pytest` from the top of the tree, the ranks find the package where this process found it.
     return launch.Ranks(
         ["-m", module, *args],
         processes=processes,

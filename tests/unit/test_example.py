@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -10,15 +11,22 @@ from typing import cast
 
 import pytest
 
+import hoccl_jax
 from examples import pipeline_training
 
 _SMALL = ["--layers=8", "--width=32", "--sequence=16", "--microbatches=3", "--microbatch=8", "--log_every=1"]
-_SCRIPT = str(pathlib.Path(pipeline_training.__file__))
+_PACKAGE_PARENT = str(pathlib.Path(hoccl_jax.__file__).parents[1])  # the script uses the package that this process uses, installed or not
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([_PACKAGE_PARENT, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    command = [sys.executable, pipeline_training.__file__, *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 def train(*args: str) -> tuple[str, dict[str, list[float]]]:
     """Runs the example; returns its output and each trainer's losses."""
-    completed = subprocess.run([sys.executable, _SCRIPT, *_SMALL, *args], capture_output=True, text=True, timeout=240, check=False)
+    completed = run(*_SMALL, *args)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     losses: dict[str, list[float]] = {}
     for line in re.findall(r"step +\d+  loss (.*)", completed.stdout):
@@ -63,6 +71,6 @@ def test_a_difference_in_one_bit_ends_the_run(second: float) -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    completed = subprocess.run([sys.executable, _SCRIPT, "--layers=6"], capture_output=True, text=True, timeout=120, check=False)
+    completed = run("--layers=6")
     assert completed.returncode != 0
     assert "--layers is 6, it must be a multiple of 4" in completed.stdout + completed.stderr
