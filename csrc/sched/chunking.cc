@@ -15,17 +15,24 @@ bool IsOwnRail(const Topology& topology, const Piece& flow, int rail) {
   return flow.dst >= 0 && topology.RailHome(topology.node_of(flow.dst), rail) == flow.dst;
 }
 
+// A flow, or the part of it that shall take one rail.
+struct Share {
+  Piece piece;
+  bool is_flow = true;
+  int turn = 0;  // among those of its flow
+};
+
 // Fills rails up to the same height.
 class RailFiller {
  public:
   RailFiller(const Topology& topology, int first_rail, int rails_used, int64_t capacity)
       : topology_(topology), first_rail_(first_rail), rails_used_(rails_used), pieces_(topology.rails()), room_(rails_used, capacity) {}
 
-  // Puts a flow, whole, on the rail it likes best, or else on the emptiest. Shares of a flow, by `turn`, like different ones. False if it
-  // fits nowhere.
-  bool PutWhole(const Piece& flow, int turn) {
-    int choice = topology_.local_of(flow.src) + 1 + turn;
-    for (int step = 0; step + 1 < rails_used_ && IsOwnRail(topology_, flow, Rail(choice)); ++step) ++choice;
+  // Puts a flow or a share of one, whole, on the rail it likes best, or else on the emptiest. False if it fits nowhere.
+  bool PutWhole(const Share& share) {
+    const Piece& flow = share.piece;
+    int choice = topology_.local_of(flow.src) + 1 + share.turn;
+    for (int step = 0; share.is_flow && step + 1 < rails_used_ && IsOwnRail(topology_, flow, Rail(choice)); ++step) ++choice;
     if (room_[choice % rails_used_] < flow.bytes) choice = static_cast<int>(std::ranges::max_element(room_) - room_.begin());
     if (room_[choice % rails_used_] < flow.bytes) return false;
     Put(flow, choice);
@@ -45,7 +52,7 @@ class RailFiller {
   // Puts as much of the flow as fits, and returns the rest.
   Piece Put(Piece flow, int choice) {
     int64_t& room = room_[choice % rails_used_];
-    int64_t bytes = std::min(flow.bytes, room);
+    int64_t bytes = flow.bytes <= room ? flow.bytes : room / kCutAlignment * kCutAlignment;
     if (bytes > 0) pieces_[Rail(choice)].push_back({flow.src, flow.dst, flow.offset, bytes});
     room -= bytes;
     flow.offset += bytes;
@@ -60,11 +67,6 @@ class RailFiller {
   std::vector<int64_t> room_;  // left on each used rail
 };
 
-struct Share {
-  Piece piece;
-  int turn = 0;  // among those of its flow
-};
-
 // Cuts flows into shares of at least a chunk, for as many rails as there are.
 std::vector<Share> CutIntoShares(const std::vector<Piece>& flows, int rails_used, int64_t chunk_bytes) {
   std::vector<Share> shares;
@@ -73,7 +75,7 @@ std::vector<Share> CutIntoShares(const std::vector<Piece>& flows, int rails_used
     int64_t bytes = (flow.bytes / count + kCutAlignment) / kCutAlignment * kCutAlignment;
     for (int turn = 0; turn * bytes < flow.bytes; ++turn) {
       int64_t begin = turn * bytes;
-      shares.push_back({{flow.src, flow.dst, flow.offset + begin, std::min(bytes, flow.bytes - begin)}, turn});
+      shares.push_back({{flow.src, flow.dst, flow.offset + begin, std::min(bytes, flow.bytes - begin)}, count == 1, turn});
     }
   }
   return shares;
@@ -85,7 +87,8 @@ int64_t RailCapacity(const std::vector<Piece>& flows, int rails_used) {
   for (const Piece& flow : flows) total += flow.bytes;
   int64_t even = total / rails_used + 1;
   int64_t quantum = std::max(kCutAlignment, even / 256 / kCutAlignment * kCutAlignment);
-  return (even + quantum - 1) / quantum * quantum;
+  // Cuts at multiples of the alignment waste less than that on each rail.
+  return (even + quantum - 1) / quantum * quantum + kCutAlignment;
 }
 
 // Does one device's link need a large part of the time that the NICs need?
@@ -122,7 +125,7 @@ std::vector<std::vector<Piece>> BalanceRails(const Topology& topology, const std
   RailFiller filler(topology, first_rail, rails_used, RailCapacity(flows, rails_used));
   std::vector<Piece> rest;
   for (const Share& share : shares) {
-    if (!filler.PutWhole(share.piece, share.turn)) rest.push_back(share.piece);
+    if (!filler.PutWhole(share)) rest.push_back(share.piece);
   }
   for (const Piece& piece : rest) filler.PutInParts(piece);
   std::vector<std::vector<Piece>> pieces = filler.TakePieces();

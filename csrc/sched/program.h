@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "csrc/sched/plan.h"
@@ -64,7 +65,8 @@ class Program {
  public:
   explicit Program(int slots = 0) : slots_(slots) {}
 
-  const std::vector<Step>& steps() const { return steps_; }
+  const std::vector<Step>& steps() const& { return steps_; }
+  std::vector<Step> steps() && { return std::move(steps_); }
   int size() const { return static_cast<int>(steps_.size()); }
   int slots() const { return slots_; }
 
