@@ -91,8 +91,8 @@ class Program {
 // All steps of the plan.
 Program Expand(const Plan& plan);
 
-// The steps that ranks of `node` execute, and the writes into the node that these wait for. Unknown here, and left to credits from the
-// receiver: whether the receiving slot of a write to another node is free.
+// The steps that ranks of `node` execute, and the writes into the node that these wait for. Unknown here, and left to grants from the
+// receiver: whether the receiving slot of a write to another node is free, and whether it is this node's turn to use it.
 Program ExpandNode(const Plan& plan, int node);
 
 }  // namespace hoccl
