@@ -50,6 +50,16 @@ Status UseLegacyMemory(const CudaDevice& device, const CudaDevice& peer) {
   return used.ok() ? freed : used;
 }
 
+// Memory must outlive what streams still do with it, on every way out.
+class Drain {
+ public:
+  explicit Drain(const StreamView& stream) : stream_(stream) {}
+  ~Drain() { (void)stream_.Synchronize(); }
+
+ private:
+  const StreamView stream_;
+};
+
 Status UseStreams(const CudaDevice& device) {
   const auto stream = CopyStream::Create(device);
   RETURN_IF_NOT_OK(stream);
@@ -60,6 +70,8 @@ Status UseStreams(const CudaDevice& device) {
   HOCCL_RETURN_IF_ERROR((*page)->memory().Register(device));
   const auto event = Event::Create(device);
   RETURN_IF_NOT_OK(event);
+  const StreamView program(device, (*stream)->handle());
+  const Drain drain(program);
   const CUdeviceptr at = (*pinned)->device_address();
   const StridedCopy rows = {.dst_offset = 2048, .row_bytes = 4, .rows = 4, .src_row_pitch = 8, .dst_row_pitch = 4};
   StridedCopy planes = rows;
@@ -73,7 +85,6 @@ Status UseStreams(const CudaDevice& device) {
   HOCCL_RETURN_IF_ERROR((*stream)->Record(**event));
   HOCCL_RETURN_IF_ERROR((*stream)->WaitEvent(**event));
   HOCCL_RETURN_IF_ERROR((*event)->Done().status());
-  const StreamView program(device, (*stream)->handle());
   const FlagValue flag = (*page)->memory().OnDevice({.slot = 0, .value = 0});
   HOCCL_RETURN_IF_ERROR(program.WriteFlag(flag));
   HOCCL_RETURN_IF_ERROR(program.WaitFlag(flag));
@@ -104,7 +115,7 @@ const std::set<std::string> kReleases = {
     "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent",  "cuStreamDestroy", "cuEventDestroy", "cuMemFree",          "cuMemFreeHost",
     "cuMemHostUnregister",       "cuMemAddressFree", "cuMemRelease",    "cuMemUnmap",     "cuIpcCloseMemHandle"};
 // Calls that are made for releases too; only their first failure is sure to be seen.
-const std::set<std::string> kAlsoForReleases = {"cuCtxGetCurrent", "cuCtxPushCurrent"};
+const std::set<std::string> kAlsoForReleases = {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuStreamSynchronize"};
 // Calls that say what an error means, and one that takes a second process (cuda_process_test).
 const std::set<std::string> kOthers = {"cuGetErrorName", "cuGetErrorString", "cuIpcOpenMemHandle"};
 
