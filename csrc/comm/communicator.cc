@@ -58,4 +58,11 @@ GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int 
   }
 }
 
+bool GroupPlan::ExchangesWith(int rank, int process) const {
+  const RankPlan& plan = ranks[rank];
+  const auto from_it = [&](int flow) { return communicator.processes[call->flows[flow].src] == process; };
+  return std::any_of(plan.in.begin(), plan.in.end(), from_it) ||
+         std::find(plan.readers.begin(), plan.readers.end(), process) != plan.readers.end();
+}
+
 }  // namespace hoccl

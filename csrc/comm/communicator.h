@@ -40,6 +40,9 @@ struct RankPlan {
 struct GroupPlan {
   GroupPlan(std::shared_ptr<const Call> call, Communicator communicator, int this_process);
 
+  // Does a rank of this process read from ranks of `process`, or `process` from it?
+  bool ExchangesWith(int rank, int process) const;
+
   std::shared_ptr<const Call> call;
   Communicator communicator;
   std::vector<RankPlan> ranks;       // of other processes' ranks nothing is filled in

@@ -249,7 +249,7 @@ bool Proxy::Greet(Newcomer* newcomer) {
     peer.greeted = answered.ok();
   }
   changed_.notify_all();
-  if (!answered.ok()) Lose(address->process, answered.message());
+  if (!answered.ok()) Lose(address->process, answered.message(), false);
   return true;
 }
 
@@ -262,7 +262,7 @@ void Proxy::Receive(int process) {
     const ReceiveOutcome outcome = ReceiveMessage(peer.in, std::as_writable_bytes(std::span(&message, 1)), &size, &unused);
     if (outcome == ReceiveOutcome::kWouldBlock) return;
     if (outcome == ReceiveOutcome::kPeerGone || size < offsetof(Message, text)) {
-      return Lose(process, peer.left ? "has left" : "has died (its connection is closed)");
+      return Lose(process, peer.left ? "has left" : "has died (its connection is closed)", peer.left);
     }
     if (message.type == MessageType::kGoodbye) {
       peer.left = true;
@@ -272,9 +272,9 @@ void Proxy::Receive(int process) {
   }
 }
 
-void Proxy::Abandon(int process, const std::string& how) { Lose(process, how); }
+void Proxy::Abandon(int process, const std::string& how) { Lose(process, how, false); }
 
-void Proxy::Lose(int process, const std::string& how) {
+void Proxy::Lose(int process, const std::string& how, bool in_order) {
   Peer& peer = *peers_[process];
   {
     std::lock_guard lock(mutex_);
@@ -287,7 +287,7 @@ void Proxy::Lose(int process, const std::string& how) {
     peer.out.reset();
     peer.backlog.clear();
   }
-  listener_->OnProcessLost(process, how);
+  listener_->OnProcessLost(process, how, in_order);
 }
 
 }  // namespace hoccl

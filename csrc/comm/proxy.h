@@ -23,8 +23,8 @@ class ProxyListener {
  public:
   virtual ~ProxyListener() = default;
   virtual void OnMessage(int process, const Message& message) = 0;
-  // The process has died or left; nothing more comes from it.
-  virtual void OnProcessLost(int process, const std::string& how) = 0;
+  // The process has died, or left `in_order`; nothing more comes from it.
+  virtual void OnProcessLost(int process, const std::string& how, bool in_order) = 0;
   // Comes now and then, at least once in ProxyOptions::tick.
   virtual void OnTick() = 0;
 };
@@ -80,7 +80,7 @@ class Proxy {
   bool Greet(Newcomer* newcomer);  // true when it is done with, admitted or not
   void Receive(int process);
   void Flush(Peer* peer);
-  void Lose(int process, const std::string& how);
+  void Lose(int process, const std::string& how, bool in_order);
   Status OpenOutgoing(const Address& address);
   Status WaitUntilMutual(int process);
   void Wake();

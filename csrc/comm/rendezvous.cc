@@ -43,7 +43,7 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
   LocalPost* post = nullptr;
   {
     std::lock_guard lock(mutex_);
-    *outcome = CanMeet(plan);
+    *outcome = CanMeet(plan, request.rank);
     if (!outcome->ok()) {
       if (segment >= 0) services_.segment->Release(segment);
       return true;
@@ -78,12 +78,14 @@ Status Rendezvous::ShareOperand(const PostRequest& request, int64_t* segment) {
   return {};
 }
 
-Status Rendezvous::CanMeet(const GroupPlan& plan) const {
+Status Rendezvous::CanMeet(const GroupPlan& plan, int rank) const {
   if (!closed_.empty()) return FailedPrecondition(closed_);
   for (int process : plan.other_processes) {
-    if (process >= static_cast<int>(lost_.size()) || lost_[process].empty()) continue;
+    if (process >= static_cast<int>(lost_.size()) || lost_[process].how.empty()) continue;
+    // A process that left in order had done its part; only those who would exchange data with it miss it.
+    if (lost_[process].in_order && !plan.ExchangesWith(rank, process)) continue;
     return Unavailable(plan.call->operation.ToString() + ", communicator " + plan.communicator.ToString() + ", call site " +
-                       plan.call->site.ToString() + ": process " + std::to_string(process) + " " + lost_[process]);
+                       plan.call->site.ToString() + ": process " + std::to_string(process) + " " + lost_[process].how);
   }
   return {};
 }

@@ -59,7 +59,7 @@ class Rendezvous : public TransferObserver, public ProxyListener {
 
   void OnTransferDone(Transfer* transfer, Status status) override;
   void OnMessage(int process, const Message& message) override;
-  void OnProcessLost(int process, const std::string& how) override;
+  void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override;
 
   // Meetings that have not ended, failed ones that wait for latecomers included.
@@ -79,11 +79,16 @@ class Rendezvous : public TransferObserver, public ProxyListener {
     }
   };
 
+  struct Lost {
+    std::string how;  // empty: it is there
+    bool in_order = false;
+  };
+
   // Copies the operand into the shared segment if a process that reads it cannot read this one's memory.
   Status ShareOperand(const PostRequest& request, int64_t* segment);
 
   // All of these with mutex_ held.
-  Status CanMeet(const GroupPlan& plan) const;
+  Status CanMeet(const GroupPlan& plan, int rank) const;
   Meeting* NewMeeting(const MeetingKey& key, int group_size);
   void Erase(Meeting* meeting);
   void EraseIfOver(Meeting* meeting);
@@ -123,7 +128,7 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   std::vector<Meeting*> spare_;
   LocalPost* oldest_ = nullptr;  // waiting posts, by age
   LocalPost* newest_ = nullptr;
-  std::vector<std::string> lost_;  // by process: empty, or how it was lost
+  std::vector<Lost> lost_;  // by process
   std::string closed_;
   Clock::time_point next_check_{};
 };

@@ -81,12 +81,12 @@ void Rendezvous::ForEachMeeting(Visit visit) {
   for (Meeting* meeting : open) visit(meeting);
 }
 
-void Rendezvous::OnProcessLost(int process, const std::string& how) {
+void Rendezvous::OnProcessLost(int process, const std::string& how, bool in_order) {
   Actions* actions = Actions::OfThisThread();
   {
     std::lock_guard lock(mutex_);
     if (static_cast<int>(lost_.size()) <= process) lost_.resize(static_cast<size_t>(process) + 1);
-    lost_[process] = how;
+    lost_[process] = {.how = how, .in_order = in_order};
     ForEachMeeting([&](Meeting* meeting) {
       bool needed = false;
       std::string ranks;

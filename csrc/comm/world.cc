@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
 #include <random>
 #include <utility>
@@ -30,14 +31,36 @@ std::chrono::milliseconds TickFor(std::chrono::milliseconds timeout) {
   return std::clamp(timeout / 8, std::chrono::milliseconds(10), std::chrono::milliseconds(1000));
 }
 
-// The engine's own copy of a send's operand, which lives until the last receiver has read it.
-struct BufferedOperand {
-  std::unique_ptr<std::byte[]> bytes;
-
-  static void Free(void* context, Status /*a failed send is reported by its receivers*/) { delete static_cast<BufferedOperand*>(context); }
-};
+// How long a process that leaves waits for others to read what it has sent them.
+constexpr std::chrono::seconds kSendsGrace{10};
 
 }  // namespace
+
+// The engine's own copies of the operands of sends to other processes, which live until the last receiver has read them.
+struct World::BufferedSends {
+  struct Operand {
+    std::unique_ptr<std::byte[]> bytes;
+    std::shared_ptr<BufferedSends> owner;
+  };
+
+  static void Free(void* context, Status /*a failed send is reported by its receivers*/) {
+    const std::unique_ptr<Operand> operand(static_cast<Operand*>(context));
+    {
+      std::lock_guard lock(operand->owner->mutex);
+      --operand->owner->unread;
+    }
+    operand->owner->changed.notify_all();
+  }
+
+  void AwaitReaders(std::chrono::milliseconds most) {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, most, [this] { return unread == 0; });
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t unread = 0;
+};
 
 Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   if (options.process < 0 || options.process >= options.process_count) return InvalidArgument("process index is out of range");
@@ -69,7 +92,8 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   return world;
 }
 
-World::World(const WorldOptions& options) : options_(options), probe_value_(RandomWord()) {
+World::World(const WorldOptions& options)
+    : options_(options), probe_value_(RandomWord()), buffered_sends_(std::make_shared<BufferedSends>()) {
   copy_threads_ = options.copy_threads > 0 ? options.copy_threads : std::min(8, UsableCores());
   const std::string token = RandomToken();
   address_ = {.process = options.process,
@@ -84,6 +108,7 @@ World::World(const WorldOptions& options) : options_(options), probe_value_(Rand
 }
 
 World::~World() {
+  buffered_sends_->AwaitReaders(std::min<std::chrono::milliseconds>(kSendsGrace, options_.timeout));
   if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
   if (proxy_ != nullptr) proxy_->Stop();
   executor_.reset();  // lets running copies end, which finishes the posts they belong to
@@ -169,13 +194,20 @@ bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::b
 
 bool World::PostBuffered(const PostRequest& request, Status* outcome) {
   const int64_t bytes = request.plan->call->operation.OperandBytes();
-  auto* buffered = new BufferedOperand{std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes))};
-  CopyStrided(buffered->bytes.get(), request.operand, {.row_bytes = bytes}, Stores::kCached);
+  auto operand = std::make_unique<BufferedSends::Operand>();
+  operand->bytes = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes));
+  operand->owner = buffered_sends_;
+  CopyStrided(operand->bytes.get(), request.operand, {.row_bytes = bytes}, Stores::kCached);
+  {
+    std::lock_guard lock(buffered_sends_->mutex);
+    ++buffered_sends_->unread;
+  }
   PostRequest own = request;
-  own.operand = buffered->bytes.get();
-  own.completion = {.call = BufferedOperand::Free, .context = buffered};
+  own.operand = operand->bytes.get();
+  own.completion = {.call = BufferedSends::Free, .context = operand.get()};
+  BufferedSends::Operand* context = operand.release();  // freed by Free, which may run before Post returns
   if (rendezvous_->Post(own, outcome)) {
-    BufferedOperand::Free(buffered, {});
+    BufferedSends::Free(context, {});
   } else {
     *outcome = {};
   }

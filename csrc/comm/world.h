@@ -44,7 +44,7 @@ struct Binding {
 class World {
  public:
   static Result<std::unique_ptr<World>> Start(const WorldOptions& options);
-  ~World();  // fails what is still waiting
+  ~World();  // waits a little for buffered sends to be read, then fails what is still waiting
 
   std::string address() const { return address_.Serialize(); }
   Status Connect(const std::string& address);
@@ -79,8 +79,11 @@ class World {
   Result<Communicator> MakeCommunicator(const std::vector<int64_t>& group) const;
   bool PostBuffered(const PostRequest& request, Status* outcome);
 
+  struct BufferedSends;
+
   const WorldOptions options_;
   const uint64_t probe_value_;
+  std::shared_ptr<BufferedSends> buffered_sends_;
   int copy_threads_ = 1;
   Address address_;
   Statistics statistics_;

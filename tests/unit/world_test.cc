@@ -161,6 +161,38 @@ TEST(WorldTest, AProcessThatLeavesFailsThoseWhoWaitForItAndAllLaterCalls) {
   EXPECT_EQ(later.code(), Code::kUnavailable) << later.ToString();
 }
 
+TEST(WorldTest, AProcessThatLeftInOrderIsMissedOnlyByThoseWhoWouldExchangeDataWithIt) {
+  Job job(3, 1);
+  const Operation broadcast{.kind = Kind::kPbroadcast, .dtype = "int32", .item_bytes = 4, .shape = {4}, .pairs = {{1, 0}, {1, 1}, {1, 2}}};
+  std::vector<Instance> instances(3, Instance(MakeCall(broadcast, {{0, 1, 2}}, 1)));
+  const std::vector<int32_t> operand = Numbers(4, 3);
+  std::vector<std::vector<int32_t>> results(3, std::vector<int32_t>(4));
+  std::future<Status> source = instances[1].Start(job.WorldOf(1), 1, 1, operand.data(), results[1].data());
+  ASSERT_TRUE(instances[0].Run(job.WorldOf(0), 0, 1, operand.data(), results[0].data()).ok());
+  job.Stop(0);
+  const Status last = instances[2].Run(job.WorldOf(2), 2, 1, operand.data(), results[2].data());
+  EXPECT_TRUE(last.ok()) << last.ToString();
+  EXPECT_EQ(results[2], operand);
+  EXPECT_TRUE(source.get().ok());
+}
+
+TEST(WorldTest, AProcessThatLeavesDeliversWhatItHasSent) {
+  Job job(2, 1);
+  Operation send{.kind = Kind::kSend, .dtype = "int32", .item_bytes = 4, .shape = {4}, .pairs = {{0, 1}}};
+  Operation recv = send;
+  recv.kind = Kind::kRecv;
+  Instance sender(MakeCall(send, {{0, 1}}, -1));
+  Instance receiver(MakeCall(recv, {{0, 1}}, -1));
+  const std::vector<int32_t> operand = Numbers(4, 7);
+  ASSERT_TRUE(sender.Run(job.WorldOf(0), 0, 1, operand.data(), nullptr).ok());
+  std::thread leaving([&] { job.Stop(0); });
+  std::vector<int32_t> result(4);
+  const Status received = receiver.Run(job.WorldOf(1), 1, 1, nullptr, result.data());
+  leaving.join();
+  EXPECT_TRUE(received.ok()) << received.ToString();
+  EXPECT_EQ(result, operand);
+}
+
 TEST(WorldTest, ShutdownEndsWhatWaits) {
   Job job(1, 2);
   std::vector<int32_t> operand(4), result(8);
