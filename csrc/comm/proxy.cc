@@ -23,8 +23,9 @@ struct Proxy::Peer {
 
   std::atomic<bool> connected = false;  // both ways
   std::atomic<bool> lost = false;
-  bool greeted = false;  // guarded by Proxy::mutex_
-  bool left = false;     // the peer said goodbye; of the thread alone
+  bool greeted = false;        // guarded by Proxy::mutex_
+  bool left_in_order = false;  // likewise
+  bool left = false;           // the peer said goodbye; of the thread alone
 
   std::mutex send_mutex;
   UniqueFd out;
@@ -88,7 +89,8 @@ Status Proxy::Connect(const Address& peer) {
     return Unimplemented("process " + std::to_string(peer.process) + " is on another host (" + peer.node + ", this one is " +
                          options_.self.node + "): this build connects processes of one host only");
   }
-  HOCCL_RETURN_IF_ERROR(OpenOutgoing(peer));
+  const Status opened = OpenOutgoing(peer);
+  if (!opened.ok() && !peers_[peer.process]->lost) return opened;
   return WaitUntilMutual(peer.process);
 }
 
@@ -125,7 +127,9 @@ Status Proxy::WaitUntilMutual(int process) {
   std::unique_lock lock(mutex_);
   const bool done = changed_.wait_for(lock, options_.timeout, [&] { return peer.greeted || peer.lost || stopping_; });
   const std::string name = "process " + std::to_string(process);
-  if (peer.lost || stopping_) return Unavailable(name + " is gone");
+  // Whoever was connected and has left in order did its part: its devices are known, and nobody waits for it.
+  const bool done_with = peer.greeted && peer.left_in_order;
+  if ((peer.lost && !done_with) || stopping_) return Unavailable(name + " is gone");
   if (!done) return DeadlineExceeded(name + " did not answer the connection");
   peer.connected.store(true, std::memory_order_release);
   return {};
@@ -279,6 +283,7 @@ void Proxy::Lose(int process, const std::string& how, bool in_order) {
   {
     std::lock_guard lock(mutex_);
     if (peer.lost.exchange(true)) return;
+    peer.left_in_order = in_order;
   }
   changed_.notify_all();
   peer.in.reset();

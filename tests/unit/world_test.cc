@@ -176,6 +176,14 @@ TEST(WorldTest, AProcessThatLeftInOrderIsMissedOnlyByThoseWhoWouldExchangeDataWi
   EXPECT_TRUE(source.get().ok());
 }
 
+TEST(WorldTest, AProcessThatLeftInOrderCountsAsConnected) {
+  Job job(2, 1);
+  const std::string address = job.WorldOf(0).address();
+  job.Stop(0);
+  const Status again = job.WorldOf(1).Connect(address);
+  EXPECT_TRUE(again.ok()) << again.ToString();
+}
+
 TEST(WorldTest, AProcessThatLeavesDeliversWhatItHasSent) {
   Job job(2, 1);
   Operation send{.kind = Kind::kSend, .dtype = "int32", .item_bytes = 4, .shape = {4}, .pairs = {{0, 1}}};
