@@ -45,10 +45,7 @@ GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int 
     const bool to_here = processes[flow.dst] == this_process;
     if (to_here) ranks[flow.dst].in.push_back(i);
     if (to_here && from_here) ranks[flow.src].out_local.push_back(i);
-    if (to_here && !from_here) {
-      ++unread[flow.src];
-      ranks[flow.dst].has_remote_in = true;
-    }
+    if (to_here && !from_here) ++unread[flow.src];
     if (from_here && !to_here) AddUnique(&ranks[flow.src].readers, processes[flow.dst]);
   }
   for (const RankPlan& rank : ranks) {

@@ -30,7 +30,6 @@ struct RankPlan {
   std::vector<int> in;         // flows that it receives
   std::vector<int> out_local;  // flows that ranks of this process (itself included) receive from it
   std::vector<int> readers;    // other processes that read its operand
-  bool has_remote_in = false;
 
   bool sends() const { return !out_local.empty() || !readers.empty(); }
   bool receives() const { return !in.empty(); }

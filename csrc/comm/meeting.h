@@ -58,7 +58,6 @@ struct RemotePost {
   int process = -1;
   int64_t device = 0;
   uint64_t signature = 0;
-  uint32_t occurrence = 0;
   Source source;
   int unread = 0;         // flows from it into this process, yet to end
   int active = 0;         // of these, those that run

@@ -35,6 +35,7 @@ struct Proxy::Peer {
 
 struct Proxy::Newcomer {
   UniqueFd socket;
+  std::chrono::steady_clock::time_point since;
 };
 
 Result<std::unique_ptr<Proxy>> Proxy::Create(const ProxyOptions& options, const SharedSegment* segment) {
@@ -116,7 +117,9 @@ Status Proxy::OpenOutgoing(const Address& address) {
   hello.type = MessageType::kHello;
   hello.rank = options_.self.process;
   hello.number = peer.can_read ? 1 : 0;
-  hello.SetText(address.token + "\n" + options_.self.Serialize());
+  const std::string text = address.token + "\n" + options_.self.Serialize();
+  if (text.size() > sizeof(hello.text)) return ResourceExhausted("this process has too many devices for one greeting");
+  hello.SetText(text);
   if (SendMessage(*socket, hello.bytes(), segment_->fd().get()) != SendOutcome::kSent) return Unavailable(name + " refused the connection");
   peer.out = *std::move(socket);
   return {};
@@ -205,7 +208,8 @@ void Proxy::Loop() {
       const int owner = owners[i - 2];
       if (owner < 0) {
         Newcomer& newcomer = newcomers_[-1 - owner];
-        if (polled[i].revents == 0 || !Greet(&newcomer)) waiting.push_back(std::move(newcomer));
+        const bool silent = polled[i].revents == 0 || !Greet(&newcomer);
+        if (silent && std::chrono::steady_clock::now() - newcomer.since < options_.timeout) waiting.push_back(std::move(newcomer));
       } else if ((polled[i].revents & POLLOUT) != 0) {
         Flush(peers_[owner].get());
       } else if (polled[i].revents != 0) {
@@ -222,7 +226,7 @@ void Proxy::Accept() {
   for (;;) {
     Result<UniqueFd> socket = AcceptLocal(socket_);
     if (!socket.ok() || !*socket) return;
-    newcomers_.push_back({*std::move(socket)});
+    newcomers_.push_back({*std::move(socket), std::chrono::steady_clock::now()});
   }
 }
 

@@ -403,7 +403,6 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   remote.process = process;
   remote.device = message.device;
   remote.signature = message.signature;
-  remote.occurrence = message.occurrence;
   remote.brought = message.GetText();
   if (services_.proxy->CanRead(process)) {
     remote.source = {.process = services_.proxy->Pid(process), .address = message.address};

@@ -179,7 +179,11 @@ TEST(WorldTest, AProcessThatLeftInOrderIsMissedOnlyByThoseWhoWouldExchangeDataWi
 TEST(WorldTest, AProcessThatLeftInOrderCountsAsConnected) {
   Job job(2, 1);
   const std::string address = job.WorldOf(0).address();
+  std::vector<int32_t> operand(4), result(8);
+  Instance instance(MakeCall(AllGather(4), {{0, 1}}, 1));
+  std::future<Status> waiting = instance.Start(job.WorldOf(1), 1, 1, operand.data(), result.data());
   job.Stop(0);
+  ASSERT_EQ(waiting.get().ok(), false);  // so the loss has been noticed
   const Status again = job.WorldOf(1).Connect(address);
   EXPECT_TRUE(again.ok()) << again.ToString();
 }
