@@ -1,6 +1,6 @@
 # `make demo` and `make test` do everything on a fresh Debian or Ubuntu machine with Python >= 3.11 and a C++ compiler.
 # The other targets are their steps, for development: docs/development.md.
-.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test wheel format clean test-packages report
+.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test aot-test wheel format clean test-packages report
 
 # The interpreter, and the environment made from it. Another pair works too: make py-test VENV=.venv-3.13 PYTHON=python3.13
 PYTHON = $(shell build_tools/find_python.sh)
@@ -78,6 +78,12 @@ bazel-test: venv
 
 py-test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Compiles for GPUs that are not there. In an environment of its own, because jax's CUDA plugin and compilers take 1.6 GB.
+aot-test:
+	$(MAKE) venv VENV=.venv-aot
+	.venv-aot/bin/python -m pip --quiet install -c requirements/constraints.txt -r requirements/aot.txt
+	$(MAKE) py-test VENV=.venv-aot PYTEST_ARGS=tests/aot
 
 # A wheel as users get it: built apart, with the headers that pyproject.toml names.
 wheel: venv

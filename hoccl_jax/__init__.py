@@ -3,6 +3,7 @@
 from importlib import metadata as _metadata
 
 from hoccl_jax.collectives import all_gather, all_to_all, pbroadcast, ppermute, precv, psend, pshuffle
+from hoccl_jax.futures import prefetch_barrier
 from hoccl_jax.runtime import init, reset_stats, shutdown, stats, topology
 
 try:
@@ -17,6 +18,7 @@ __all__ = [
     "pbroadcast",
     "ppermute",
     "precv",
+    "prefetch_barrier",
     "psend",
     "pshuffle",
     "reset_stats",

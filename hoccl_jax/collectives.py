@@ -1,12 +1,16 @@
 """The collectives for use inside `jax.shard_map` (or `jax.vmap` with an axis name).
 
 Each function is its namesake of `jax.lax` with the data moved by hoccl_jax: same arguments, defaults, pytrees, types, transformations and
-errors, bit for bit the same results. The one additional argument is `priority`:
+errors, bit for bit the same results. There are two arguments more:
 
-- "foreground" (default): the program waits for the result soon.
-- "background": gives way to foreground operations, chunk by chunk; for transfers far ahead of their use.
+- `priority`: "foreground" (default) where the program waits for the result soon; "background" for transfers far ahead of their use, which
+  give way to foreground operations, chunk by chunk.
+- `overlap`: on GPUs, does XLA run the operation beside computation that does not depend on it (on a stream of its own), or in the order of
+  the program's other kernels? Default: HOCCL_OVERLAP, which is on. How far ahead XLA starts an operation is bounded by
+  `hoccl_jax.prefetch_barrier`. psend and precv always keep their place among the kernels. Without effect on CPU devices, where independent
+  operations overlap in any case.
 
-With HOCCL_DISABLE=1 each function is its namesake and `priority` is ignored.
+With HOCCL_DISABLE=1 each function is its namesake and the two are ignored.
 """
 
 from __future__ import annotations
@@ -23,12 +27,20 @@ Priority = Literal["foreground", "background"]
 AxisName = Any  # a hashable, or a tuple of them where several axes act as one
 
 
-def _run(function: Callable[..., Any], priority: str, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(priority, str) or priority not in primitives.PRIORITIES:
-        raise ValueError(f"priority must be one of {', '.join(primitives.PRIORITIES)}, got {priority!r}")
+def _run(function: Callable[..., Any], priority: str, overlap: bool | None, *args: Any, **kwargs: Any) -> Any:
+    options = checked_options(priority, overlap)
     if Config.from_env().disable:
         return function(*args, **kwargs)
-    return primitives.redirected(function, priority, *args, **kwargs)
+    return primitives.redirected(function, options, *args, **kwargs)
+
+
+def checked_options(priority: str, overlap: bool | None) -> primitives.Options:
+    """The options that these arguments stand for. Raises ValueError for others."""
+    if not isinstance(priority, str) or priority not in primitives.PRIORITIES:
+        raise ValueError(f"priority must be one of {', '.join(primitives.PRIORITIES)}, got {priority!r}")
+    if overlap is not None and not isinstance(overlap, bool):
+        raise ValueError(f"overlap must be True, False or None (as HOCCL_OVERLAP says), got {overlap!r}")
+    return primitives.Options(priority, Config.from_env().overlap if overlap is None else overlap)
 
 
 def all_gather(
@@ -40,6 +52,7 @@ def all_gather(
     tiled: bool = False,
     to: Literal["varying", "reduced", "invarying"] = "varying",
     priority: Priority = "foreground",
+    overlap: bool | None = None,
 ) -> Any:
     """Gathers the values of all ranks of a group, in rank order, on each of them.
 
@@ -51,10 +64,11 @@ def all_gather(
       tiled: concatenate along the existing dimension `axis` (its size becomes ranks x n) instead of stacking along a new one (size ranks).
       to: type of the result under check_vma, as in jax.lax.all_gather.
       priority: see the module's text.
+      overlap: see the module's text.
 
     Its transpose is jax.lax.psum_scatter.
     """
-    return _run(parallel.all_gather, priority, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
+    return _run(parallel.all_gather, priority, overlap, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
 
 
 def all_to_all(
@@ -66,6 +80,7 @@ def all_to_all(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     priority: Priority = "foreground",
+    overlap: bool | None = None,
 ) -> Any:
     """Cuts dimension `split_axis` into as many blocks as the group has ranks, sends block r to rank r and joins what comes, in rank order.
 
@@ -77,13 +92,18 @@ def all_to_all(
       axis_index_groups: as for `all_gather`.
       tiled: see above.
       priority: see the module's text.
+      overlap: see the module's text.
 
     Its transpose is all_to_all with the two dimensions exchanged.
     """
-    return _run(parallel.all_to_all, priority, x, axis_name, split_axis, concat_axis, axis_index_groups=axis_index_groups, tiled=tiled)
+    return _run(
+        parallel.all_to_all, priority, overlap, x, axis_name, split_axis, concat_axis, axis_index_groups=axis_index_groups, tiled=tiled
+    )
 
 
-def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Any:
+def ppermute(
+    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground", overlap: bool | None = None
+) -> Any:
     """Sends x of each source to its destination. Ranks that are no destination get zeros.
 
     Args:
@@ -91,20 +111,21 @@ def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, pr
       axis_name: mesh axis, or tuple of axes.
       perm: (source, destination) pairs of indices into the axis; no source and no destination twice.
       priority: see the module's text.
+      overlap: see the module's text.
 
     Its transpose is ppermute with the pairs reversed.
     """
-    return _run(parallel.ppermute, priority, x, axis_name, perm)
+    return _run(parallel.ppermute, priority, overlap, x, axis_name, perm)
 
 
-def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority: Priority = "foreground") -> Any:
+def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority: Priority = "foreground", overlap: bool | None = None) -> Any:
     """`ppermute` in another notation: the result at index i is x of index `perm[i]`. `perm` is a permutation of all indices."""
-    return _run(parallel.pshuffle, priority, x, axis_name, perm)
+    return _run(parallel.pshuffle, priority, overlap, x, axis_name, perm)
 
 
-def pbroadcast(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground") -> Any:
+def pbroadcast(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground", overlap: bool | None = None) -> Any:
     """Gives each rank the x of the rank with index `source`. x may be a pytree. (jax.lax.pbroadcast itself lacks CPU devices.)"""
-    return _run(parallel.pbroadcast, priority, x, axis_name, source)
+    return _run(parallel.pbroadcast, priority, overlap, x, axis_name, source)
 
 
 def psend(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Any:
@@ -115,7 +136,7 @@ def psend(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, prior
 
     Returns a token, which `precv` and jax.lax.optimization_barrier accept. (jax.lax.psend itself lacks CPU devices.)
     """
-    return _run(parallel.psend, priority, x, axis_name, perm)
+    return _run(parallel.psend, priority, False, x, axis_name, perm)
 
 
 def precv(token: Any, out_shape: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Any:
@@ -128,4 +149,4 @@ def precv(token: Any, out_shape: Any, axis_name: AxisName, perm: Sequence[tuple[
       perm: as for psend.
       priority: see the module's text.
     """
-    return _run(parallel.precv, priority, token, out_shape, axis_name, perm)
+    return _run(parallel.precv, priority, False, token, out_shape, axis_name, perm)

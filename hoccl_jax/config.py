@@ -58,7 +58,7 @@ def _setting(variable: str, default: Any, parse: Callable[[str], Any], doc: str)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of this process. Those that the engine reads are taken when it starts, `disable` at each call."""
+    """Settings of this process. Those that the engine reads are taken when it starts, `disable` and `overlap` at each call."""
 
     timeout_s: float = _setting(
         "HOCCL_TIMEOUT_S",
@@ -67,6 +67,12 @@ class Config:
         "Seconds after which anything that waits (for a peer's operation, for a process to start) becomes an error that says for whom.",
     )
     disable: bool = _setting("HOCCL_DISABLE", False, _boolean, "Run every function as its `jax.lax` twin.")
+    overlap: bool = _setting(
+        "HOCCL_OVERLAP",
+        True,
+        _boolean,
+        "On GPUs, run operations on streams beside the program's, where their `overlap` argument does not say.",
+    )
     copy_threads: int = _setting(
         "HOCCL_COPY_THREADS",
         0,

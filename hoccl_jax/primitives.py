@@ -1,17 +1,19 @@
 """The JAX primitives of hoccl_jax and their rules.
 
-Each primitive has a **twin**: the primitive of `jax.lax` with the same meaning, whose parameters it takes, plus `priority`. The rules for
+Each primitive has a **twin**: the primitive of `jax.lax` with the same meaning, whose parameters it takes, plus `options`. The rules for
 types, effects, transposition and batching are the twin's own, run under a trace that binds our primitives in place of twins; so results
 and errors are those of the installed jax.lax by construction. Only the lowering is ours: one custom call (docs/design.md lists its
-attributes) on the platforms that the engine serves, the twin elsewhere.
+attributes) on the platforms that the engine serves, the twin elsewhere. On CUDA the call stands on a stream of its own, so that XLA
+overlaps it with what does not depend on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ from jax import lax
 from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax import parallel
-from jax._src.lib.mlir.dialects import hlo
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import func, hlo
 from jax._src.mesh import Mesh
 from jax.extend.core import Primitive
 
@@ -29,6 +32,14 @@ from hoccl_jax import runtime
 TARGET = "hoccl_collective"
 PLATFORMS = ("cpu", "cuda")
 PRIORITIES = {"foreground": 0, "background": 1}
+
+
+class Options(NamedTuple):
+    """What our functions take beyond those of jax.lax."""
+
+    priority: str = "foreground"
+    overlap: bool = True  # on CUDA: on a stream beside the program's
+
 
 Params = dict[str, Any]
 Groups = Sequence[Sequence[int]]  # partition indices of the mesh (not device ids), group after group, in rank order
@@ -66,22 +77,22 @@ class Collective:
 class Redirect(core.Trace):
     """While it is the current trace, binding a twin binds our primitive; anything else goes through to the trace around it."""
 
-    def __init__(self, around: core.Trace, priority: str):
+    def __init__(self, around: core.Trace, options: Options):
         super().__init__()
         self._around = around
-        self._priority = priority
+        self._options = options
 
     def process_primitive(self, primitive: Primitive, tracers: Any, params: Params, /) -> Any:
         with core.set_current_trace(self._around):
             ours = PRIMITIVES.get(primitive)
             if ours is None:
                 return primitive.bind(*tracers, **params)
-            return ours.bind(*tracers, priority=self._priority, **params)
+            return ours.bind(*tracers, options=self._options, **params)
 
 
-def redirected(function: Callable[..., Any], priority: str, *args: Any, **kwargs: Any) -> Any:
+def redirected(function: Callable[..., Any], options: Options, *args: Any, **kwargs: Any) -> Any:
     """Calls `function`, made of `jax.lax` primitives, with our collectives in place of theirs."""
-    with core.take_current_trace() as around, core.set_current_trace(Redirect(around, priority)):
+    with core.take_current_trace() as around, core.set_current_trace(Redirect(around, options)):
         return function(*args, **kwargs)
 
 
@@ -132,14 +143,14 @@ PRIMITIVES: dict[Primitive, Primitive] = {}
 def _define(collective: Collective) -> Primitive:
     twin = collective.twin
     primitive = Primitive(f"hoccl_{twin.name}")
-    primitive.def_impl(lambda *args, priority, **params: twin.impl(*args, **params))
-    primitive.def_effectful_abstract_eval(lambda *avals, priority, **params: twin.abstract_eval(*avals, **params))
+    primitive.def_impl(lambda *args, options, **params: twin.impl(*args, **params))
+    primitive.def_effectful_abstract_eval(lambda *avals, options, **params: twin.abstract_eval(*avals, **params))
     if collective.differentiable:
         ad.deflinear2(primitive, partial(_transpose, collective))
     batching.fancy_primitive_batchers[primitive] = partial(_batch, collective)
     for platform in PLATFORMS:
         # Not cacheable: two equal calls are two call sites.
-        mlir.register_lowering(primitive, partial(_lower, collective), platform=platform, cacheable=False)
+        mlir.register_lowering(primitive, partial(_lower, collective, platform), platform=platform, cacheable=False)
     mlir.register_lowering(primitive, partial(_lower_twin, twin), cacheable=False)
     return primitive
 
@@ -148,7 +159,7 @@ def _define(collective: Collective) -> Primitive:
 # test_beyond_lax.py has an example of each.
 
 
-def _transpose(collective: Collective, cotangent: Any, operand: Any, *, priority: str, **params: Any) -> Any:
+def _transpose(collective: Collective, cotangent: Any, operand: Any, *, options: Options, **params: Any) -> Any:
     twin, axis_name = collective.twin, params["axis_name"]
     if twin is parallel.all_gather_p:
         # Tiled in any case: the untiled psum_scatter can't be vmapped over a later dimension.
@@ -158,14 +169,14 @@ def _transpose(collective: Collective, cotangent: Any, operand: Any, *, priority
     if twin is parallel.all_to_all_p:
         # On the primitive's shapes, which are tiled ones whatever `tiled` says.
         params |= {"split_axis": params["concat_axis"], "concat_axis": params["split_axis"]}
-        return [PRIMITIVES[twin].bind(cotangent, priority=priority, **params)]
+        return [PRIMITIVES[twin].bind(cotangent, options=options, **params)]
     if twin is parallel.pbroadcast_p:
         source = range(lax.axis_size(axis_name))[params["source"]]
         return [jnp.where(lax.axis_index(axis_name) == source, lax.psum(cotangent, axis_name), 0)]
-    return redirected(ad.primitive_transposes[twin], priority, cotangent, operand, **params)
+    return redirected(ad.primitive_transposes[twin], options, cotangent, operand, **params)
 
 
-def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, priority: str, **params: Any) -> Any:
+def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, options: Options, **params: Any) -> Any:
     if collective.one_sided:
         raise NotImplementedError(f"{collective.twin.name} under vmap: the other side can't know what is batched")
     names = params["axis_name"] if isinstance(params["axis_name"], list | tuple) else (params["axis_name"],)
@@ -174,7 +185,7 @@ def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, prior
             raise NotImplementedError(f"{collective.kind} over a vmapped axis and others at once: {names}")
         (operand,), (dim,) = operands, dims
         return _permute_batched(operand, dim, axis.size, _pairs(range(axis.size), params))
-    return redirected(batching.fancy_primitive_batchers[collective.twin], priority, axis, operands, dims, **params)
+    return redirected(batching.fancy_primitive_batchers[collective.twin], options, axis, operands, dims, **params)
 
 
 def _permute_batched(operand: Any, dim: int | None, size: int, pairs: Sequence[tuple[int, int]]) -> tuple[Any, int | None]:
@@ -191,11 +202,11 @@ def _permute_batched(operand: Any, dim: int | None, size: int, pairs: Sequence[t
     return jnp.where(receives, moved, jnp.zeros_like(moved)), dim
 
 
-def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, priority: str, **params: Any) -> Any:
+def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, options: Options, **params: Any) -> Any:
     return mlir.lower_fun(lambda *args: twin.bind(*args, **params), multiple_results=False)(ctx, *operands)
 
 
-def _lower(collective: Collective, ctx: Any, operand: Any, *, priority: str, **params: Any) -> Any:
+def _lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, options: Options, **params: Any) -> Any:
     """Emits the custom call, or nothing but data where nothing moves."""
     runtime.register_targets()
     context = ctx.module_context.axis_context
@@ -224,10 +235,35 @@ def _lower(collective: Collective, ctx: Any, operand: Any, *, priority: str, **p
         "split_axis": form.split_axis,
         "concat_axis": form.concat_axis,
         "pairs": np.array(form.pairs, np.int64).reshape(-1),
-        "priority": PRIORITIES[priority],
+        "priority": PRIORITIES[options.priority],
     }
     attributes["site"] = _site(collective, ctx, attributes)
+    if platform == "cuda" and options.overlap and not collective.one_sided:
+        return [_beside(ctx, operand, STREAMS[options.priority], lambda inner: _call(ctx, inner, attributes))]
     return [_call(ctx, operand, attributes)]
+
+
+STREAMS = {"foreground": "1", "background": "2"}
+"""XLA's numbers of the streams that operations run on, so that a foreground operation does not queue behind a background one."""
+
+
+def _beside(ctx: Any, operand: Any, stream: str, body: Callable[[Any], Any]) -> Any:
+    """Emits `body` as a function that XLA:GPU calls on a stream of its own, as jax's compute_on("gpu_stream:N") does.
+
+    The annotation alone makes XLA wait for the call at once. With the queue id its latency-hiding scheduler takes the call for
+    asynchronous: it moves the start up and the wait down, and keeps the buffers alive between the two.
+    """
+    module = ctx.module_context
+    result = mlir.aval_to_ir_type(module, ctx.avals_out[0])
+    function = func.FuncOp("hoccl_beside", ir.FunctionType.get([operand.type], [result]), ip=module.ip)
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    module.symbol_table.insert(function)  # makes the name unique
+    with ir.InsertionPoint(function.add_entry_block()):
+        func.ReturnOp([body(function.arguments[0])])
+    call = func.CallOp([result], ir.FlatSymbolRefAttr.get(function.name.value), [operand])
+    annotation = {"_xla_stream_annotation": stream, "inlineable": "false", "backend_config": json.dumps({"operation_queue_id": stream})}
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({k: ir.StringAttr.get(v) for k, v in annotation.items()})
+    return call.results[0]
 
 
 def _call(ctx: Any, operand: Any, attributes: Params) -> Any:

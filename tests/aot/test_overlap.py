@@ -1,0 +1,112 @@
+"""Every operation runs beside the computation that doesn't depend on it, and as far ahead of its use as the program allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import hoccl_jax
+from tests.aot import schedule
+
+_WIDTH = 4096
+_LAYERS = 4
+
+
+def gather(shard: jax.Array, overlap: bool | None = None) -> jax.Array:
+    return hoccl_jax.all_gather(shard, "x", tiled=True, overlap=overlap)
+
+
+def network(x: jax.Array, shards: jax.Array) -> jax.Array:
+    """Gathers as written, just before their use."""
+    for shard in shards:
+        x = jnp.tanh(x @ gather(shard))
+    return x
+
+
+def bounded(x: jax.Array, shards: jax.Array) -> jax.Array:
+    """Each layer is gathered during the one before it, and no earlier."""
+    ahead = gather(shards[0])
+    for layer in range(_LAYERS):
+        weights = ahead
+        if layer + 1 < _LAYERS:
+            shard, x = hoccl_jax.prefetch_barrier(shards[layer + 1], x)
+            ahead = gather(shard)
+        x = jnp.tanh(x @ weights)
+    return x
+
+
+def compiled(function: Callable[..., object], **jit: object) -> schedule.Schedule:
+    specs = P("x"), P(None, "x")
+    return schedule.compiled(function, schedule.mesh(x=2), specs, specs[0], (2 * _WIDTH, _WIDTH), (_LAYERS, _WIDTH, _WIDTH), **jit)
+
+
+def test_xla_gathers_ahead() -> None:
+    """Without a barrier, as far as it likes: the last gather starts before the first product."""
+    first, *_, last = compiled(network).transfers()
+    assert (first, last) == (0, _LAYERS - 1)
+
+
+def test_a_barrier_bounds_the_prefetch_to_one_layer() -> None:
+    found = compiled(bounded)
+    assert found.transfers() == [0, 1, 1, 1]
+    assert not found.copies()
+
+
+@pytest.mark.parametrize("how", ["argument", "setting"])
+def test_overlap_can_be_turned_off(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: jax.Array, shards: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ (gather(shards[0], overlap=False) if how == "argument" else gather(shards[0])))
+
+    if how == "setting":
+        monkeypatch.setenv("HOCCL_OVERLAP", "0")
+    found = compiled(function)
+    assert found.transfers() == []
+    assert len(found.custom_calls("hoccl_collective")) == 1
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: hoccl_jax.all_gather(x, "x"),
+        lambda x: hoccl_jax.all_to_all(x, "x", 0, 1, tiled=True),
+        lambda x: hoccl_jax.ppermute(x, "x", [(0, 1), (1, 0)]),
+        lambda x: hoccl_jax.pshuffle(x, "x", [1, 0]),
+        lambda x: hoccl_jax.pbroadcast(x, "x", 1),
+    ],
+    ids=["all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast"],
+)
+def test_every_operation_overlaps(operation: Callable[[jax.Array], jax.Array]) -> None:
+    def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x.T @ x, operation(shards[0])
+
+    assert compiled(function).transfers() == [1]
+
+
+def test_foreground_and_background_have_streams_of_their_own() -> None:
+    def function(x: jax.Array, shards: jax.Array) -> jax.Array:
+        background = hoccl_jax.all_gather(shards[0], "x", tiled=True, priority="background")
+        return x @ gather(shards[1]) @ background
+
+    found = compiled(function)
+    starts = [i.text for i in found.computations[found.entry] if i.opcode == "call-start"]
+    assert sorted(stream for text in starts for stream in "12" if f'_xla_stream_annotation="{stream}"' in text) == ["1", "2"]
+
+
+def test_in_a_loop_the_next_layer_comes_through_the_carry() -> None:
+    def function(x: jax.Array, shards: jax.Array) -> jax.Array:
+        def layer(carry: tuple[jax.Array, jax.Array], shard: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            x, weights = carry
+            shard, x = hoccl_jax.prefetch_barrier(shard, x)
+            ahead = gather(shard)
+            return (jnp.tanh(x @ weights), ahead), None
+
+        (x, weights), _ = jax.lax.scan(layer, (x, gather(shards[0])), shards[1:])
+        return jnp.tanh(x @ weights)
+
+    found = compiled(function)
+    (body,) = found.loops(1)
+    assert found.transfers(body) == [1]
