@@ -58,7 +58,7 @@ def _setting(variable: str, default: Any, parse: Callable[[str], Any], doc: str)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of this process. Those that the engine reads are taken when it starts, `disable` and `overlap` at each call."""
+    """Settings of this process. The engine's are read when it starts, `disable` and `overlap` at each call, `override_lax` at import."""
 
     timeout_s: float = _setting(
         "HOCCL_TIMEOUT_S",
@@ -72,6 +72,9 @@ class Config:
         True,
         _boolean,
         "On GPUs, run operations on streams beside the program's, where their `overlap` argument does not say.",
+    )
+    override_lax: bool = _setting(
+        "HOCCL_OVERRIDE_LAX", False, _boolean, "Run the collectives of `jax.lax` on hoccl_jax too, as under `hoccl_jax.override_lax()`."
     )
     copy_threads: int = _setting(
         "HOCCL_COPY_THREADS",

@@ -150,7 +150,7 @@ def _define(collective: Collective) -> Primitive:
     batching.fancy_primitive_batchers[primitive] = partial(_batch, collective)
     for platform in PLATFORMS:
         # Not cacheable: two equal calls are two call sites.
-        mlir.register_lowering(primitive, partial(_lower, collective, platform), platform=platform, cacheable=False)
+        mlir.register_lowering(primitive, partial(lower, collective, platform), platform=platform, cacheable=False)
     mlir.register_lowering(primitive, partial(_lower_twin, twin), cacheable=False)
     return primitive
 
@@ -206,7 +206,7 @@ def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, options: Options, **p
     return mlir.lower_fun(lambda *args: twin.bind(*args, **params), multiple_results=False)(ctx, *operands)
 
 
-def _lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, options: Options, **params: Any) -> Any:
+def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, options: Options, **params: Any) -> Any:
     """Emits the custom call, or nothing but data where nothing moves."""
     runtime.register_targets()
     context = ctx.module_context.axis_context

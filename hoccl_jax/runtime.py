@@ -7,6 +7,7 @@ spans. `init` does both ahead of time.
 from __future__ import annotations
 
 import atexit
+import collections
 import dataclasses
 import functools
 import logging
@@ -39,6 +40,7 @@ class _State:
 
 _lock = threading.RLock()
 _state = _State()
+_fallbacks: collections.Counter[str] = collections.Counter()  # guarded by _lock
 
 
 def init() -> None:
@@ -70,10 +72,20 @@ def shutdown() -> None:
 
 
 def stats() -> dict[str, Any]:
-    """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by what moved them, failures."""
+    """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by what moved them, failures.
+
+    "fallbacks" counts what was left to XLA, by function: call sites, when they are compiled, since XLA does not tell of their execution.
+    """
     with _lock:
         _ensure_started()
-        return dict(_native.stats())
+        return {**_native.stats(), "fallbacks": dict(_fallbacks)}
+
+
+def count_fallback(function: str, reason: str) -> None:
+    """A call site of `function` is left to XLA."""
+    with _lock:
+        _fallbacks[function] += 1
+    _logger.info("%s is left to XLA: %s", function, reason)
 
 
 def reset_stats() -> None:
@@ -81,6 +93,7 @@ def reset_stats() -> None:
     with _lock:
         _ensure_started()
         _native.reset_stats()
+        _fallbacks.clear()
 
 
 def topology() -> dict[str, Any]:

@@ -24,6 +24,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "HOCCL_TIMEOUT_S": ("7", 7.0),
         "HOCCL_DISABLE": ("on", True),
         "HOCCL_OVERLAP": ("0", False),
+        "HOCCL_OVERRIDE_LAX": ("1", True),
         "HOCCL_COPY_THREADS": ("3", 3),
         "HOCCL_CHUNK_BYTES": ("4096", 4096),
         "HOCCL_INLINE_BYTES": ("0", 0),
