@@ -5,6 +5,7 @@ from importlib import metadata as _metadata
 from hoccl_jax.collectives import all_gather, all_to_all, pbroadcast, ppermute, precv, psend, pshuffle
 from hoccl_jax.futures import prefetch_barrier
 from hoccl_jax.lax_override import override_lax
+from hoccl_jax.partitioning import reshard
 from hoccl_jax.runtime import init, reset_stats, shutdown, stats, topology
 
 try:
@@ -24,6 +25,7 @@ __all__ = [
     "psend",
     "pshuffle",
     "reset_stats",
+    "reshard",
     "shutdown",
     "stats",
     "topology",
