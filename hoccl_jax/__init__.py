@@ -6,7 +6,7 @@ from hoccl_jax.collectives import all_gather, all_to_all, pbroadcast, ppermute, 
 from hoccl_jax.futures import prefetch_barrier
 from hoccl_jax.lax_override import override_lax
 from hoccl_jax.partitioning import reshard
-from hoccl_jax.runtime import init, reset_stats, shutdown, stats, topology
+from hoccl_jax.runtime import check_errors, init, reset_stats, shutdown, stats, topology
 
 try:
     __version__ = _metadata.version("hoccl-jax")
@@ -16,6 +16,7 @@ except _metadata.PackageNotFoundError:  # run from a source tree that isn't inst
 __all__ = [
     "all_gather",
     "all_to_all",
+    "check_errors",
     "init",
     "override_lax",
     "pbroadcast",

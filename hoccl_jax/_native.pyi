@@ -32,6 +32,9 @@ def reset_stats() -> None: ...
 def topology() -> dict[str, Any]:
     """This node, its copying threads, and the processes with their devices and how they are reached."""
 
+def check_streams() -> None:
+    """Raises the failure that ended the exchange between this process's CUDA devices and others; nothing while it runs."""
+
 def compilation_began() -> None:
     """Tells the engine that this thread compiles: call sites that it instantiates belong to one executable."""
 

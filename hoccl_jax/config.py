@@ -99,6 +99,25 @@ class Config:
         "error where not, `off` goes through shared memory.",
     )
     huge_pages: bool = _setting("HOCCL_HUGE_PAGES", True, _boolean, "Ask the kernel for huge pages under large results on CPU devices.")
+    dma_chunk_bytes: int = _setting(
+        "HOCCL_DMA_CHUNK_BYTES",
+        8 << 20,
+        _integer(1, 1 << 40),
+        "On GPUs, bytes of a background transfer that a copy engine moves before a foreground transfer may come in between.",
+    )
+    in_stream_bytes: int = _setting(
+        "HOCCL_IN_STREAM_BYTES",
+        1 << 40,
+        _integer(0, 1 << 40),
+        "On GPUs, foreground transfers of at most so many bytes whose receiver has posted run in the sender's own stream; others through the "
+        "proxy.",
+    )
+    patience_us: int = _setting(
+        "HOCCL_PATIENCE_US",
+        10,
+        _integer(0, 1_000_000),
+        "On GPUs, how long the handler of a small operation looks out for its receivers' posts before it leaves the transfer to the proxy.",
+    )
     log_level: str = _setting(
         "HOCCL_LOG_LEVEL", "warning", _one_of("debug", "info", "warning", "error", "critical"), "Level of the Python logger `hoccl_jax`."
     )

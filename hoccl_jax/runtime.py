@@ -103,6 +103,18 @@ def topology() -> dict[str, Any]:
         return dict(_native.topology())
 
 
+def check_errors() -> None:
+    """Raises RuntimeError with the failure of an earlier operation on this process's GPUs, if there was one.
+
+    A GPU's stream can't raise: when a peer dies or does not come within HOCCL_TIMEOUT_S, the streams are let go, the results of the
+    operations that were on their way are worthless, and every later operation raises. Ask here before results are used for good (a
+    checkpoint) with no operation behind them. `shutdown` and `init` start afresh. On CPU devices each operation raises its own error.
+    """
+    with _lock:
+        if _state.config is not None:
+            _native.check_streams()
+
+
 def ensure_connected(processes: Iterable[int]) -> None:
     """Starts the engine if needed and connects it with these processes (`jax.process_index`). Errors: those of `init`."""
     with _lock:
@@ -161,7 +173,7 @@ def _local_devices() -> list[jax.Device]:
     devices = []
     for platform in _native.registrations():
         try:
-            devices += jax.local_devices(backend=platform)
+            devices += jax.local_devices(backend=platform.lower())
         except RuntimeError:  # jax has no such backend here
             continue
     return devices

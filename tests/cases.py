@@ -85,6 +85,24 @@ def check(case: Case, devices: Sequence[jax.Device]) -> None:
             np.testing.assert_array_equal(_bits(a.data), _bits(b.data), err_msg=f"on {a.device}: ours, jax.lax's")
 
 
+def check_across(case: Case, devices: Sequence[jax.Device], reference: Sequence[jax.Device]) -> None:
+    """As `check`, with our side on `devices` of all processes, and jax.lax's on as many devices of this process."""
+    order = np.random.default_rng(case.number).permutation(len(devices))
+    sides = []
+    with jax.enable_x64("64" in case.dtype or "128" in case.dtype), _any_axis_order():
+        for library, them in ((Hoccl, devices), (Lax, reference)):
+            mesh = Mesh(np.array(them)[order].reshape([size for _, size in case.mesh]), tuple(name for name, _ in case.mesh))
+            (results,) = jax.block_until_ready(_run(case, mesh, *_inputs(case, mesh), libraries=(library,)))
+            sides.append((list(mesh.devices.flat), jax.tree.leaves(results)))
+    (our_devices, ours), (their_devices, theirs) = sides
+    assert len(ours) == len(theirs) > 0
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.shape, our.dtype) == (their.shape, their.dtype)
+        wanted = {their_devices.index(shard.device): shard.data for shard in their.addressable_shards}
+        for shard in our.addressable_shards:
+            np.testing.assert_array_equal(_bits(shard.data), _bits(wanted[our_devices.index(shard.device)]), err_msg=f"on {shard.device}")
+
+
 # What runs
 
 
@@ -145,19 +163,19 @@ class Hoccl:
         return jax.tree.map(leaf, x)
 
 
-def _run(case: Case, mesh: Mesh, x: jax.Array, count: jax.Array) -> Any:
+def _run(case: Case, mesh: Mesh, x: jax.Array, count: jax.Array, libraries: Sequence[type] | None = None) -> Any:
     transform = TRANSFORMS[case.transform]
 
     def one_side(library: type, **more: Any) -> Function:
         return transform(lambda x: getattr(library, case.operation)(x, **dict(case.arguments), **more))
 
-    ours, theirs = one_side(Hoccl, priority=case.priority), one_side(Lax)
+    sides = [one_side(library, **({"priority": case.priority} if library is Hoccl else {})) for library in libraries or (Hoccl, Lax)]
 
     def body(x: jax.Array, count: jax.Array) -> Any:
         x = x[0]
         if case.dtype == "key<fry>":
             x = jax.random.wrap_key_data(x)
-        results = (ours(x, count), theirs(x, count))
+        results = tuple(side(x, count) for side in sides)
         if case.dtype == "key<fry>":
             results = jax.tree.map(jax.random.key_data, results)
         return jax.tree.map(lambda y: y[None], results)

@@ -12,6 +12,8 @@
 
 namespace hoccl {
 
+// `BindingType` is Binding on CPU devices and StreamExchange::Binding on CUDA devices.
+template <Platform kPlatform, typename BindingType, auto kBind>
 class BoundCall {
  public:
   explicit BoundCall(std::shared_ptr<const Call> call) : call_(std::move(call)) {}
@@ -19,15 +21,33 @@ class BoundCall {
   const Call& call() const { return *call_; }
 
   // The binding of the device that XLA calls `ordinal`, made at its first use in this world.
-  Result<Binding*> For(World* world, int64_t generation, int32_t ordinal);
+  Result<BindingType*> For(World* world, int64_t generation, int32_t ordinal) {
+    std::lock_guard lock(mutex_);
+    if (generation != generation_) {
+      bindings_.clear();
+      plans_.clear();
+      generation_ = generation;
+    }
+    for (const auto& [bound, binding] : bindings_) {
+      if (bound == ordinal) return binding.get();
+    }
+    const Result<int64_t> device = world->GlobalId(kPlatform, ordinal);
+    if (!device.ok()) return device.status();
+    Result<std::unique_ptr<BindingType>> binding = (world->*kBind)(call_, *device, &plans_);
+    if (!binding.ok()) return binding.status();
+    return bindings_.emplace_back(ordinal, *std::move(binding)).second.get();
+  }
 
  private:
   const std::shared_ptr<const Call> call_;
   std::mutex mutex_;
   int64_t generation_ = -1;
   World::PlanCache plans_;
-  std::vector<std::pair<int32_t, std::unique_ptr<Binding>>> bindings_;  // few: one for each local device
+  std::vector<std::pair<int32_t, std::unique_ptr<BindingType>>> bindings_;  // few: one for each local device
 };
+
+using HostCall = BoundCall<Platform::kCpu, Binding, &World::Bind>;
+using StreamCall = BoundCall<Platform::kCuda, StreamExchange::Binding, &World::BindStream>;
 
 }  // namespace hoccl
 

@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 struct CpuState {
   explicit CpuState(std::shared_ptr<const Call> call) : bound(std::move(call)) {}
   static ffi::TypeId id;
-  BoundCall bound;
+  HostCall bound;
 };
 ffi::TypeId CpuState::id = {};
 const ffi::TypeInfo kCpuStateInfo = ffi::MakeTypeInfo<CpuState>();

@@ -14,6 +14,7 @@
 
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/cpu_handlers.h"
+#include "xla_ffi/cuda_handlers.h"
 #include "xla_ffi/current_world.h"
 #include "xla_ffi/sched_bindings.h"
 
@@ -50,7 +51,9 @@ void Start(const nb::dict& config, int process_index, int process_count,
   options.process = process_index;
   options.process_count = process_count;
   for (const auto& [global_id, ordinal, platform] : devices) {
-    if (platform == "cpu") options.devices.push_back({.global_id = global_id, .local_ordinal = ordinal});
+    if (platform != "cpu" && platform != "gpu") continue;
+    const Platform kind = platform == "cpu" ? Platform::kCpu : Platform::kCuda;
+    options.devices.push_back({.global_id = global_id, .local_ordinal = ordinal, .platform = kind});
   }
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(Setting(config, "timeout_s", 300.0) * 1000));
   options.copy_threads = Setting(config, "copy_threads", options.copy_threads);
@@ -59,6 +62,9 @@ void Start(const nb::dict& config, int process_index, int process_count,
   options.huge_pages = Setting(config, "huge_pages", options.huge_pages);
   options.cross_memory = ParseCrossMemory(Setting<std::string>(config, "cross_memory", "auto"));
   options.node_id = Setting<std::string>(config, "node_id", "");
+  options.dma_chunk_bytes = Setting(config, "dma_chunk_bytes", options.dma_chunk_bytes);
+  options.in_stream_bytes = Setting(config, "in_stream_bytes", options.in_stream_bytes);
+  options.patience = std::chrono::microseconds(Setting<int64_t>(config, "patience_us", options.patience.count()));
   ThrowIfError(StartWorld(options));
 }
 
@@ -100,18 +106,28 @@ nb::dict Topology() {
   nb::list processes;
   for (const World::ProcessView& view : world->Processes()) {
     nb::list devices;
-    for (const DeviceEntry& device : view.devices) devices.append(device.global_id);
+    nb::list cuda_devices;
+    for (const DeviceEntry& device : view.devices) (device.platform == Platform::kCpu ? devices : cuda_devices).append(device.global_id);
     nb::dict process;
     process["process"] = view.process;
     process["connected"] = view.connected;
     process["direct_reads"] = view.direct_reads;
     process["devices"] = devices;
+    process["cuda_devices"] = cuda_devices;
     processes.append(process);
   }
   nb::dict topology;
   topology["node"] = world->node();
   topology["copy_threads"] = world->copy_threads();
   topology["processes"] = processes;
+  nb::dict cuda;
+  if (world->streams() != nullptr) {
+    for (const auto& [global_id, device] : world->streams()->Devices()) {
+      const std::string text = device->properties().name + "\n" + device->capabilities().ToString();
+      cuda[nb::int_(global_id)] = nb::str(text.c_str());
+    }
+  }
+  topology["cuda"] = cuda;
   return topology;
 }
 
@@ -119,14 +135,24 @@ nb::capsule HandlerCapsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) { retu
 
 // platform -> target -> stage -> capsule, as jax.ffi.register_ffi_target takes them.
 nb::dict Registrations() {
-  nb::dict stages;
-  stages["instantiate"] = HandlerCapsule(CpuInstantiate);
-  stages["execute"] = HandlerCapsule(CpuExecute);
-  nb::dict targets;
-  targets["hoccl_collective"] = stages;
+  nb::dict cpu;
+  cpu["instantiate"] = HandlerCapsule(CpuInstantiate);
+  cpu["execute"] = HandlerCapsule(CpuExecute);
+  nb::dict cuda;
+  cuda["instantiate"] = HandlerCapsule(CudaInstantiate);
+  cuda["execute"] = HandlerCapsule(CudaExecute);
   nb::dict platforms;
-  platforms["cpu"] = targets;
+  platforms["cpu"] = nb::dict();
+  platforms["cpu"]["hoccl_collective"] = cpu;
+  platforms["CUDA"] = nb::dict();
+  platforms["CUDA"]["hoccl_collective"] = cuda;
   return platforms;
+}
+
+// Raises what ended the exchange between CUDA devices, if it has ended.
+void CheckStreams() {
+  const WorldGuard world = RunningWorld();
+  if (world->streams() != nullptr) ThrowIfError(world->streams()->failure());
 }
 
 }  // namespace
@@ -141,6 +167,7 @@ NB_MODULE(_native, m) {
   m.def("stats", &Stats);
   m.def("reset_stats", [] { RunningWorld()->statistics().Reset(); });
   m.def("topology", &Topology);
+  m.def("check_streams", &CheckStreams);
   m.def("compilation_began", &BeginCompilation);
   m.def("compilation_ended", &EndCompilation, nb::arg("module"));
   nb::module_ sched = m.def_submodule("sched", "The collective scheduler.");

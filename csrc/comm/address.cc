@@ -11,7 +11,7 @@
 namespace hoccl {
 namespace {
 
-constexpr char kVersion[] = "hoccl-address-1";
+constexpr char kVersion[] = "hoccl-address-2";
 
 std::string NamespaceId(const char* path) {
   struct stat info{};
@@ -25,7 +25,9 @@ std::string Address::Serialize() const {
   std::ostringstream out;
   out << kVersion << ' ' << process << ' ' << pid << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address << ' '
       << probe_value << ' ' << devices.size();
-  for (const DeviceEntry& device : devices) out << ' ' << device.global_id << ' ' << device.local_ordinal;
+  for (const DeviceEntry& device : devices) {
+    out << ' ' << device.global_id << ' ' << device.local_ordinal << ' ' << static_cast<int>(device.platform);
+  }
   return out.str();
 }
 
@@ -40,7 +42,12 @@ Result<Address> Address::Parse(const std::string& text) {
   if (!in || version != kVersion || device_count > kMostDevices)
     return InvalidArgument("not an address of this version of hoccl-jax: " + text);
   address.devices.resize(device_count);
-  for (DeviceEntry& device : address.devices) in >> device.global_id >> device.local_ordinal;
+  for (DeviceEntry& device : address.devices) {
+    int platform = 0;
+    in >> device.global_id >> device.local_ordinal >> platform;
+    if (platform < 0 || platform > static_cast<int>(Platform::kCuda)) return InvalidArgument("address names an unknown platform: " + text);
+    device.platform = static_cast<Platform>(platform);
+  }
   if (!in) return InvalidArgument("address is cut short: " + text);
   return address;
 }

@@ -10,10 +10,13 @@
 
 namespace hoccl {
 
-// A device of this job: its id in jax.devices(), and what XLA calls it inside its process.
+enum class Platform : uint8_t { kCpu = 0, kCuda = 1 };
+
+// A device of this job: its id among the platform's jax.devices(), and what XLA calls it inside its process.
 struct DeviceEntry {
   int64_t global_id = 0;
   int32_t local_ordinal = 0;
+  Platform platform = Platform::kCpu;
 
   friend bool operator==(const DeviceEntry&, const DeviceEntry&) = default;
 };

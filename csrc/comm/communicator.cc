@@ -55,6 +55,11 @@ GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int 
   }
 }
 
+std::string GroupPlan::Describe(int64_t run, uint32_t occurrence) const {
+  return call->operation.ToString() + ", communicator " + communicator.ToString() + ", call site " + call->site.ToString() + ", run " +
+         std::to_string(run) + ", occurrence " + std::to_string(occurrence);
+}
+
 bool GroupPlan::ExchangesWith(int rank, int process) const {
   const RankPlan& plan = ranks[rank];
   const auto from_it = [&](int flow) { return communicator.processes[call->flows[flow].src] == process; };

@@ -42,6 +42,9 @@ struct GroupPlan {
   // Does a rank of this process read from ranks of `process`, or `process` from it?
   bool ExchangesWith(int rank, int process) const;
 
+  // "all_gather f32[4] over 2 ranks, communicator {0, 1}, call site jit_f:1, run 7, occurrence 0".
+  std::string Describe(int64_t run, uint32_t occurrence) const;
+
   std::shared_ptr<const Call> call;
   Communicator communicator;
   std::vector<RankPlan> ranks;       // of other processes' ranks nothing is filled in

@@ -52,11 +52,7 @@ void Meeting::Attach(std::shared_ptr<const GroupPlan> new_plan) {
   unfinished_posts = plan->local_senders + plan->local_receivers - (paired ? 0 : plan->local_both);
 }
 
-std::string Meeting::Describe(uint32_t occurrence) const {
-  const Call& call = *plan->call;
-  return call.operation.ToString() + ", communicator " + plan->communicator.ToString() + ", call site " + call.site.ToString() + ", run " +
-         std::to_string(key.run) + ", occurrence " + std::to_string(occurrence);
-}
+std::string Meeting::Describe(uint32_t occurrence) const { return plan->Describe(key.run, occurrence); }
 
 std::string Meeting::Attendance() const {
   std::string text;

@@ -22,13 +22,18 @@ struct MeetingKey {
 };
 
 enum class MessageType : uint32_t {
-  kHello,      // text: token, a newline, the sender's address; number: 1 if the sender can read the receiver's memory
-  kPost,       // a rank has posted its operand
-  kWithdrawn,  // a rank came to a meeting that had failed: its post is used up, there is nothing to read
-  kRead,       // the sender's process has no further use for the operand of a rank of the receiver
-  kFailed,     // the meeting has failed; text: why
-  kFailedToo,  // the same, passed on to a process that may not have been told; for a meeting that it has, not for latecomers
-  kGoodbye,    // the sender leaves in order
+  kHello,       // text: token, a newline, the sender's address; number: 1 if the sender can read the receiver's memory
+  kPost,        // a rank has posted its operand
+  kWithdrawn,   // a rank came to a meeting that had failed: its post is used up, there is nothing to read
+  kRead,        // the sender's process has no further use for the operand of a rank of the receiver
+  kFailed,      // the meeting has failed; text: why
+  kFailedToo,   // the same, passed on to a process that may not have been told; for a meeting that it has, not for latecomers
+  kGoodbye,     // the sender leaves in order
+  kFlags,       // with the descriptor of the sender's flags
+  kMailbox,     // with the descriptor of the sender's mailbox
+  kMemory,      // device memory of the sender; device: whose, address: its key, text: cuda::MemoryHandle, with its descriptor if it has one
+  kMemoryGone,  // memory that the sender has freed; address: its key
+  kStreamFailed,  // the sender's streams have failed; number: the status code, text: why
 };
 
 struct Message {

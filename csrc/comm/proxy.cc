@@ -1,5 +1,6 @@
 #include "csrc/comm/proxy.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -29,8 +30,12 @@ struct Proxy::Peer {
 
   std::mutex send_mutex;
   UniqueFd out;
-  std::deque<std::vector<std::byte>> backlog;  // what did not fit the socket
-  UniqueFd in;                                 // of the thread alone
+  struct Parcel {
+    std::vector<std::byte> bytes;
+    UniqueFd fd;
+  };
+  std::deque<Parcel> backlog;  // what did not fit the socket
+  UniqueFd in;                 // of the thread alone
 };
 
 struct Proxy::Newcomer {
@@ -138,25 +143,29 @@ Status Proxy::WaitUntilMutual(int process) {
   return {};
 }
 
-bool Proxy::Send(int process, const Message& message) {
+bool Proxy::Send(int process, const Message& message, int fd) {
   if (process == options_.self.process) return false;
   Peer& peer = *peers_[process];
   std::lock_guard lock(peer.send_mutex);
   if (!peer.out || peer.lost) return false;
   if (peer.backlog.empty()) {
-    const SendOutcome outcome = SendMessage(peer.out, message.bytes());
+    const SendOutcome outcome = SendMessage(peer.out, message.bytes(), fd);
     if (outcome == SendOutcome::kSent) return true;
     if (outcome == SendOutcome::kPeerGone) return false;  // the thread sees the closed connection and tells the listener
   }
   const std::span<const std::byte> bytes = message.bytes();
-  peer.backlog.emplace_back(bytes.begin(), bytes.end());
+  peer.backlog.push_back({.bytes = {bytes.begin(), bytes.end()}, .fd = UniqueFd(fd >= 0 ? ::fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1)});
   Wake();
   return true;
 }
 
 void Proxy::Flush(Peer* peer) {
   std::lock_guard lock(peer->send_mutex);
-  while (!peer->backlog.empty() && SendMessage(peer->out, peer->backlog.front()) == SendOutcome::kSent) peer->backlog.pop_front();
+  while (!peer->backlog.empty()) {
+    const Peer::Parcel& parcel = peer->backlog.front();
+    if (SendMessage(peer->out, parcel.bytes, parcel.fd.get()) != SendOutcome::kSent) return;
+    peer->backlog.pop_front();
+  }
 }
 
 bool Proxy::Connected(int process) const {
@@ -257,7 +266,11 @@ bool Proxy::Greet(Newcomer* newcomer) {
     peer.greeted = answered.ok();
   }
   changed_.notify_all();
-  if (!answered.ok()) Lose(address->process, answered.message(), false);
+  if (answered.ok()) {
+    listener_->OnProcessConnected(address->process);
+  } else {
+    Lose(address->process, answered.message(), false);
+  }
   return true;
 }
 
@@ -266,8 +279,8 @@ void Proxy::Receive(int process) {
   for (;;) {
     Message message;
     size_t size = 0;
-    UniqueFd unused;
-    const ReceiveOutcome outcome = ReceiveMessage(peer.in, std::as_writable_bytes(std::span(&message, 1)), &size, &unused);
+    UniqueFd fd;
+    const ReceiveOutcome outcome = ReceiveMessage(peer.in, std::as_writable_bytes(std::span(&message, 1)), &size, &fd);
     if (outcome == ReceiveOutcome::kWouldBlock) return;
     if (outcome == ReceiveOutcome::kPeerGone || size < offsetof(Message, text)) {
       return Lose(process, peer.left ? "has left" : "has died (its connection is closed)", peer.left);
@@ -275,7 +288,7 @@ void Proxy::Receive(int process) {
     if (message.type == MessageType::kGoodbye) {
       peer.left = true;
     } else {
-      listener_->OnMessage(process, message);
+      listener_->OnMessage(process, message, std::move(fd));
     }
   }
 }

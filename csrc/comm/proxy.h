@@ -22,7 +22,10 @@ namespace hoccl {
 class ProxyListener {
  public:
   virtual ~ProxyListener() = default;
-  virtual void OnMessage(int process, const Message& message) = 0;
+  // A process can be sent messages from now on.
+  virtual void OnProcessConnected(int process) = 0;
+  // `fd` is the descriptor that came with the message, if any.
+  virtual void OnMessage(int process, const Message& message, UniqueFd fd) = 0;
   // The process has died, or left `in_order`; nothing more comes from it.
   virtual void OnProcessLost(int process, const std::string& how, bool in_order) = 0;
   // Comes now and then, at least once in ProxyOptions::tick.
@@ -54,8 +57,8 @@ class Proxy {
   // Connects both ways with a process of this host. Thread-safe, idempotent.
   Status Connect(const Address& peer);
 
-  // Queues if the peer is slow; false if the process is not connected, or gone.
-  bool Send(int process, const Message& message);
+  // Queues if the peer is slow; false if the process is not connected, or gone. `fd` goes with the message and stays the caller's.
+  bool Send(int process, const Message& message, int fd = -1);
 
   // Cuts the connections with a process that does not answer, which it will notice when it wakes. Only from within a listener call.
   void Abandon(int process, const std::string& how);

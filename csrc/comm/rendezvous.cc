@@ -370,7 +370,7 @@ void Rendezvous::OnTransferDone(Transfer* transfer, Status status) {
   Perform(actions);
 }
 
-void Rendezvous::OnMessage(int process, const Message& message) {
+void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none comes with these*/) {
   if (message.group_size < 1 || message.group_size > kLargestGroup || message.rank < 0 || message.rank >= message.group_size) return;
   Actions* actions = Actions::OfThisThread();
   {
@@ -387,9 +387,8 @@ void Rendezvous::OnMessage(int process, const Message& message) {
       case MessageType::kFailedToo:
         OnFailed(process, message, actions);
         break;
-      case MessageType::kHello:
-      case MessageType::kGoodbye:
-        break;  // the proxy's own
+      default:
+        break;  // for others
     }
   }
   Perform(actions);

@@ -58,7 +58,8 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void Close(const std::string& reason);
 
   void OnTransferDone(Transfer* transfer, Status status) override;
-  void OnMessage(int process, const Message& message) override;
+  void OnProcessConnected(int) override {}
+  void OnMessage(int process, const Message& message, UniqueFd fd) override;
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override;
 

@@ -22,6 +22,9 @@ void Statistics::Reset() {
   for (auto& counter : operations_) counter.store(0, std::memory_order_relaxed);
   for (auto& counter : bytes_) counter.store(0, std::memory_order_relaxed);
   for (auto& counter : transfers_) counter.store(0, std::memory_order_relaxed);
+  for (auto& counter : pushes_) counter.store(0, std::memory_order_relaxed);
+  handlers_.store(0, std::memory_order_relaxed);
+  handler_nanoseconds_.store(0, std::memory_order_relaxed);
   failures_.store(0, std::memory_order_relaxed);
 }
 
@@ -35,6 +38,10 @@ std::vector<std::pair<std::string, int64_t>> Statistics::Read() const {
     values.emplace_back("bytes/" + name, bytes_[engine].load(std::memory_order_relaxed));
     values.emplace_back("transfers/" + name, transfers_[engine].load(std::memory_order_relaxed));
   }
+  values.emplace_back("pushes/in_stream", pushes_[0].load(std::memory_order_relaxed));
+  values.emplace_back("pushes/proxy", pushes_[1].load(std::memory_order_relaxed));
+  values.emplace_back("handlers/calls", handlers_.load(std::memory_order_relaxed));
+  values.emplace_back("handlers/nanoseconds", handler_nanoseconds_.load(std::memory_order_relaxed));
   values.emplace_back("failures", failures_.load(std::memory_order_relaxed));
   return values;
 }

@@ -25,16 +25,26 @@ class Statistics {
     bytes_[static_cast<size_t>(engine)].fetch_add(bytes, std::memory_order_relaxed);
     transfers_[static_cast<size_t>(engine)].fetch_add(1, std::memory_order_relaxed);
   }
+  // A transfer between CUDA devices: in the sender's own stream, or by the proxy.
+  void CountPush(bool in_stream) { pushes_[in_stream ? 0 : 1].fetch_add(1, std::memory_order_relaxed); }
+  // A handler of a CUDA device, which must cost its thread little.
+  void CountHandler(int64_t nanoseconds) {
+    handlers_.fetch_add(1, std::memory_order_relaxed);
+    handler_nanoseconds_.fetch_add(nanoseconds, std::memory_order_relaxed);
+  }
   void CountFailure() { failures_.fetch_add(1, std::memory_order_relaxed); }
   void Reset();
 
-  // Names and values: "operations/all_gather", "bytes/host", "transfers/host", "failures".
+  // Names and values: "operations/all_gather", "bytes/host", "transfers/host", "pushes/in_stream", "failures".
   std::vector<std::pair<std::string, int64_t>> Read() const;
 
  private:
   std::array<std::atomic<int64_t>, kKinds> operations_{};
   std::array<std::atomic<int64_t>, kEngines> bytes_{};
   std::array<std::atomic<int64_t>, kEngines> transfers_{};
+  std::array<std::atomic<int64_t>, 2> pushes_{};
+  std::atomic<int64_t> handlers_{0};
+  std::atomic<int64_t> handler_nanoseconds_{0};
   std::atomic<int64_t> failures_{0};
 };
 

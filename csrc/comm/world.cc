@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <utility>
 
@@ -62,6 +63,29 @@ struct World::BufferedSends {
   int64_t unread = 0;
 };
 
+class World::Listeners : public ProxyListener {
+ public:
+  explicit Listeners(std::vector<ProxyListener*> listeners) : listeners_(std::move(listeners)) {}
+
+  void OnProcessConnected(int process) override {
+    for (ProxyListener* listener : listeners_) listener->OnProcessConnected(process);
+  }
+  void OnMessage(int process, const Message& message, UniqueFd fd) override {
+    // The rendezvous comes first; of CUDA's messages it takes none.
+    ProxyListener* listener = message.type < MessageType::kFlags ? listeners_.front() : listeners_.back();
+    listener->OnMessage(process, message, std::move(fd));
+  }
+  void OnProcessLost(int process, const std::string& how, bool in_order) override {
+    for (ProxyListener* listener : listeners_) listener->OnProcessLost(process, how, in_order);
+  }
+  void OnTick() override {
+    for (ProxyListener* listener : listeners_) listener->OnTick();
+  }
+
+ private:
+  const std::vector<ProxyListener*> listeners_;
+};
+
 Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   if (options.process < 0 || options.process >= options.process_count) return InvalidArgument("process index is out of range");
   std::unique_ptr<World> world(new World(options));
@@ -88,7 +112,27 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                          .statistics = &world->statistics_,
                                                                          .timeout = options.timeout,
                                                                          .tick = TickFor(options.timeout)});
-  world->proxy_->Run(world->rendezvous_.get());
+  std::vector<ProxyListener*> listeners = {world->rendezvous_.get()};
+  std::vector<DeviceEntry> cuda_devices;
+  std::ranges::copy_if(options.devices, std::back_inserter(cuda_devices),
+                       [](const DeviceEntry& device) { return device.platform == Platform::kCuda; });
+  if (!cuda_devices.empty()) {
+    Result<std::unique_ptr<StreamExchange>> streams = StreamExchange::Start({.process = options.process,
+                                                                             .process_count = options.process_count,
+                                                                             .devices = cuda_devices,
+                                                                             .timeout = options.timeout,
+                                                                             .tick = TickFor(options.timeout),
+                                                                             .chunk_bytes = options.dma_chunk_bytes,
+                                                                             .in_stream_bytes = options.in_stream_bytes,
+                                                                             .patience = options.patience,
+                                                                             .driver = options.cuda_driver},
+                                                                            world->proxy_.get(), &world->statistics_);
+    if (!streams.ok()) return streams.status();
+    world->streams_ = *std::move(streams);
+    listeners.push_back(world->streams_.get());
+  }
+  world->listeners_ = std::make_unique<Listeners>(std::move(listeners));
+  world->proxy_->Run(world->listeners_.get());
   return world;
 }
 
@@ -104,13 +148,17 @@ World::World(const WorldOptions& options)
               .probe_address = reinterpret_cast<uint64_t>(&probe_value_),
               .probe_value = probe_value_,
               .devices = options.devices};
-  for (const DeviceEntry& device : options.devices) lanes_[device.global_id] = std::make_unique<CompletionLane>();
+  for (const DeviceEntry& device : options.devices) {
+    if (device.platform == Platform::kCpu) lanes_[device.global_id] = std::make_unique<CompletionLane>();
+  }
 }
 
 World::~World() {
   buffered_sends_->AwaitReaders(std::min<std::chrono::milliseconds>(kSendsGrace, options_.timeout));
   if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
+  if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others
   if (proxy_ != nullptr) proxy_->Stop();
+  streams_.reset();
   executor_.reset();  // lets running copies end, which finishes the posts they belong to
   rendezvous_.reset();
   lanes_.clear();  // delivers the last notices
@@ -119,22 +167,29 @@ World::~World() {
 Status World::Connect(const std::string& text) {
   Result<Address> address = Address::Parse(text);
   if (!address.ok()) return address.status();
-  return proxy_->Connect(*address);
+  HOCCL_RETURN_IF_ERROR(proxy_->Connect(*address));
+  const bool has_streams =
+      std::ranges::any_of(address->devices, [](const DeviceEntry& device) { return device.platform == Platform::kCuda; });
+  return streams_ != nullptr && has_streams ? streams_->AwaitPeer(address->process) : Status();
 }
 
-Result<int64_t> World::GlobalId(int32_t ordinal) const {
+Result<int64_t> World::GlobalId(Platform platform, int32_t ordinal) const {
   for (const DeviceEntry& device : options_.devices) {
-    if (device.local_ordinal == ordinal) return device.global_id;
+    if (device.platform == platform && device.local_ordinal == ordinal) return device.global_id;
   }
   return FailedPrecondition("device ordinal " + std::to_string(ordinal) + " is not one of those hoccl_jax.init() found in this process");
 }
 
-Result<Communicator> World::MakeCommunicator(const std::vector<int64_t>& group) const {
+Result<Communicator> World::MakeCommunicator(Platform platform, const std::vector<int64_t>& group) const {
   std::map<int64_t, int> owners;
-  for (const DeviceEntry& device : options_.devices) owners[device.global_id] = options_.process;
+  const auto add = [&](const std::vector<DeviceEntry>& devices, int process) {
+    for (const DeviceEntry& device : devices) {
+      if (device.platform == platform) owners[device.global_id] = process;
+    }
+  };
+  add(options_.devices, options_.process);
   for (int process = 0; process < options_.process_count; ++process) {
-    if (!proxy_->Connected(process)) continue;
-    for (const DeviceEntry& device : proxy_->Devices(process)) owners[device.global_id] = process;
+    if (proxy_->Connected(process)) add(proxy_->Devices(process), process);
   }
   std::vector<int> processes;
   for (int64_t device : group) {
@@ -149,23 +204,37 @@ Result<Communicator> World::MakeCommunicator(const std::vector<int64_t>& group) 
   return Communicator(group, std::move(processes));
 }
 
-Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans) {
+Result<World::Place> World::Find(const std::shared_ptr<const Call>& call, Platform platform, int64_t device, PlanCache* plans) const {
   for (const std::vector<int64_t>& group : call->groups) {
     const auto member = std::find(group.begin(), group.end(), device);
     if (member == group.end()) continue;
     std::shared_ptr<const GroupPlan>& plan = (*plans)[&group];
     if (plan == nullptr) {
-      Result<Communicator> communicator = MakeCommunicator(group);
+      Result<Communicator> communicator = MakeCommunicator(platform, group);
       if (!communicator.ok()) return communicator.status();
       plan = std::make_shared<const GroupPlan>(call, *std::move(communicator), options_.process);
     }
-    auto binding = std::make_unique<Binding>();
-    binding->plan = plan;
-    binding->rank = static_cast<int>(member - group.begin());
-    binding->lane = lanes_.at(device).get();
-    return binding;
+    return Place{.plan = plan, .rank = static_cast<int>(member - group.begin())};
   }
   return InvalidArgument("device " + std::to_string(device) + " is in none of the groups of call site " + call->site.ToString());
+}
+
+Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans) {
+  Result<Place> place = Find(call, Platform::kCpu, device, plans);
+  if (!place.ok()) return place.status();
+  auto binding = std::make_unique<Binding>();
+  binding->plan = place->plan;
+  binding->rank = place->rank;
+  binding->lane = lanes_.at(device).get();
+  return binding;
+}
+
+Result<std::unique_ptr<StreamExchange::Binding>> World::BindStream(const std::shared_ptr<const Call>& call, int64_t device,
+                                                                   PlanCache* plans) {
+  if (streams_ == nullptr) return FailedPrecondition("hoccl_jax.init() found no CUDA device in this process");
+  Result<Place> place = Find(call, Platform::kCuda, device, plans);
+  if (!place.ok()) return place.status();
+  return streams_->Bind(place->plan, place->rank);
 }
 
 bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome) {

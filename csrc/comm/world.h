@@ -16,6 +16,7 @@
 #include "csrc/comm/proxy.h"
 #include "csrc/comm/rendezvous.h"
 #include "csrc/comm/statistics.h"
+#include "csrc/comm/stream_exchange.h"
 #include "csrc/p2p/executor.h"
 
 namespace hoccl {
@@ -31,9 +32,15 @@ struct WorldOptions {
   bool huge_pages = true;
   CrossMemory cross_memory = CrossMemory::kAuto;
   std::string node_id = {};  // tells hosts apart in place of the boot id
+
+  // Of CUDA devices; StreamExchangeOptions explains them.
+  int64_t dma_chunk_bytes = 8 << 20;
+  int64_t in_stream_bytes = int64_t{1} << 40;
+  std::chrono::microseconds patience{10};
+  std::string cuda_driver = cuda::kDriverLibrary;
 };
 
-// One device's view of a call: which group, which rank. Made at the first execution, used by all.
+// One CPU device's view of a call: which group, which rank. Made at the first execution, used by all.
 struct Binding {
   std::shared_ptr<const GroupPlan> plan;
   int rank = 0;
@@ -52,13 +59,17 @@ class World {
   // `plans` caches the plan of each group, so that the devices of a group share one.
   using PlanCache = std::map<const std::vector<int64_t>*, std::shared_ptr<const GroupPlan>>;
   Result<std::unique_ptr<Binding>> Bind(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans);
+  Result<std::unique_ptr<StreamExchange::Binding>> BindStream(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans);
 
   // Global id of the device that XLA calls `ordinal`; an error if it is not of this process.
-  Result<int64_t> GlobalId(int32_t ordinal) const;
+  Result<int64_t> GlobalId(Platform platform, int32_t ordinal) const;
 
   // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called
   // on the device's lane. The operand must stay valid, and the result belongs to the engine, until then.
   bool Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome);
+
+  // The same for CUDA devices; null if this process has none.
+  StreamExchange* streams() { return streams_.get(); }
 
   Statistics& statistics() { return statistics_; }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
@@ -76,10 +87,17 @@ class World {
  private:
   explicit World(const WorldOptions& options);
 
-  Result<Communicator> MakeCommunicator(const std::vector<int64_t>& group) const;
+  // A rank of a call on a device of this process, with the plan of its group.
+  struct Place {
+    std::shared_ptr<const GroupPlan> plan;
+    int rank = 0;
+  };
+  Result<Place> Find(const std::shared_ptr<const Call>& call, Platform platform, int64_t device, PlanCache* plans) const;
+  Result<Communicator> MakeCommunicator(Platform platform, const std::vector<int64_t>& group) const;
   bool PostBuffered(const PostRequest& request, Status* outcome);
 
   struct BufferedSends;
+  class Listeners;  // what the proxy hears goes to all that it concerns
 
   const WorldOptions options_;
   const uint64_t probe_value_;
@@ -92,6 +110,8 @@ class World {
   // Destroyed in the opposite order: the proxy first, which calls the rendezvous, and the executor, which calls it too, before it.
   std::unique_ptr<Rendezvous> rendezvous_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<StreamExchange> streams_;
+  std::unique_ptr<Listeners> listeners_;
   std::unique_ptr<Proxy> proxy_;
 };
 

@@ -50,24 +50,33 @@ Result<std::unique_ptr<FlagPage>> FlagPage::Create(uint32_t slots, uint32_t firs
   flags->memory_ = *std::move(memory);
   const uint32_t all = flags->memory_->slots();
   flags->issued_.assign(all, first_value);
-  for (uint32_t slot = 0; slot < all; ++slot) {
-    flags->memory_->Set({.slot = slot, .value = first_value});
-    flags->free_.push_back(all - 1 - slot);  // slot 0 is given out first
-  }
+  flags->counts_.assign(all, 0);
+  for (uint32_t slot = 0; first_value != 0 && slot < all; ++slot) flags->memory_->Set({.slot = slot, .value = first_value});
   return flags;
 }
 
-bool FlagPage::IsIdle(uint32_t slot) const { return memory_->HasReached({.slot = slot, .value = issued_[slot]}); }
+bool FlagPage::IsIdle(uint32_t slot) const {
+  for (uint32_t i = 0; i < counts_[slot]; ++i) {
+    if (!memory_->HasReached({.slot = slot + i, .value = issued_[slot]})) return false;
+  }
+  return true;
+}
 
-Result<uint32_t> FlagPage::AcquireSlot() {
+Result<uint32_t> FlagPage::AcquireSlots(uint32_t count) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_) return Aborted("flags were released after an error");
   const auto idle = std::partition(leaving_.begin(), leaving_.end(), [this](uint32_t slot) { return !IsIdle(slot); });
-  free_.insert(free_.end(), idle, leaving_.end());
+  for (auto slot = idle; slot != leaving_.end(); ++slot) free_[counts_[*slot]].push_back(*slot);
   leaving_.erase(idle, leaving_.end());
-  if (free_.empty()) return ResourceExhausted("all " + std::to_string(issued_.size()) + " flags are in use");
-  const uint32_t slot = free_.back();
-  free_.pop_back();
+  if (std::vector<uint32_t>& free = free_[count]; !free.empty()) {
+    const uint32_t slot = free.back();
+    free.pop_back();
+    return slot;
+  }
+  if (count > issued_.size() - fresh_) return ResourceExhausted("all " + std::to_string(issued_.size()) + " flags are in use");
+  const uint32_t slot = fresh_;
+  fresh_ += count;
+  counts_[slot] = count;
   return slot;
 }
 
@@ -85,7 +94,9 @@ void FlagPage::ReleaseSlot(uint32_t slot) {
 void FlagPage::ReleaseWaiters() {
   std::lock_guard<std::mutex> lock(mutex_);
   aborted_ = true;
-  for (uint32_t slot = 0; slot < issued_.size(); ++slot) memory_->Set({.slot = slot, .value = issued_[slot]});
+  for (uint32_t slot = 0; slot < fresh_; ++slot) {
+    for (uint32_t i = 0; i < counts_[slot]; ++i) memory_->Set({.slot = slot + i, .value = issued_[slot]});
+  }
 }
 
 }  // namespace hoccl

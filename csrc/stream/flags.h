@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -49,6 +50,16 @@ class FlagMemory {
   bool HasReached(Ticket ticket) const { return static_cast<int32_t>(Load(ticket.slot) - ticket.value) >= 0; }
   void Set(Ticket ticket) { word(ticket.slot).store(ticket.value, std::memory_order_release); }
 
+  // The same beside other writers, who may be further: never sets a flag back.
+  void Advance(Ticket ticket) {
+    uint32_t seen = Load(ticket.slot);
+    while (static_cast<int32_t>(seen - ticket.value) < 0 && !word(ticket.slot).compare_exchange_weak(seen, ticket.value)) {
+    }
+  }
+
+  // For who only looks at a flag, by the same rule.
+  const uint32_t* address(uint32_t slot) const { return reinterpret_cast<const uint32_t*>(start_ + slot * kSlotBytes); }
+
   // For streams. The memory must be registered.
   cuda::FlagValue OnDevice(Ticket ticket) const {
     return {.address = registration_->device_address() + ticket.slot * kSlotBytes, .value = ticket.value};
@@ -73,15 +84,18 @@ class FlagMemory {
 
 // The flags that this process waits for, and who uses which. Thread-safe.
 //
-// A slot has one user at a time, who writes or lets write its tickets in the order of their issue. It goes back with Release and is given
-// out again only after its last ticket was reached, so that no late write of the old use can meet the new one.
+// A slot has one user at a time, who writes or lets write its tickets in the order of their issue. It goes back with ReleaseSlot and is
+// given out again only after its last ticket was reached, so that no late write of the old use can meet the new one. Slots that were
+// acquired together stay together.
 class FlagPage {
  public:
   // `first_value` is where all flags begin; tests begin just before the wrap-around.
   static Result<std::unique_ptr<FlagPage>> Create(uint32_t slots, uint32_t first_value = 0);
 
-  // The next ticket of a slot. ABORTED after ReleaseWaiters.
-  Result<uint32_t> AcquireSlot();
+  // `count` slots side by side, named by the first of them. They share their tickets' values. ABORTED after ReleaseWaiters.
+  Result<uint32_t> AcquireSlots(uint32_t count);
+  Result<uint32_t> AcquireSlot() { return AcquireSlots(1); }
+  // The next ticket of a slot, or of the first of several.
   Result<Ticket> Issue(uint32_t slot);
   void ReleaseSlot(uint32_t slot);
 
@@ -101,9 +115,11 @@ class FlagPage {
   UniqueFd fd_;
   std::unique_ptr<FlagMemory> memory_;
   std::mutex mutex_;
-  std::vector<uint32_t> issued_;   // by slot: the value of the last ticket
-  std::vector<uint32_t> free_;     // slots whose last ticket was reached
-  std::vector<uint32_t> leaving_;  // released slots whose last ticket has yet to be reached
+  std::vector<uint32_t> issued_;                    // by first slot: the value of the last ticket
+  std::vector<uint32_t> counts_;                    // by first slot: how many stay together; 0 where none begins
+  uint32_t fresh_ = 0;                              // slots from here on have never been given out
+  std::map<uint32_t, std::vector<uint32_t>> free_;  // by count: slots whose last ticket was reached
+  std::vector<uint32_t> leaving_;                   // released slots whose last ticket has yet to be reached
   bool aborted_ = false;
 };
 

@@ -186,6 +186,8 @@ class Ranks:
       program: `[script.py, args...]` or `["-m", module, args...]`, run by this interpreter.
       processes: how many ranks to start here.
       devices: CPU devices per rank; this also selects the CPU platform. None leaves both to JAX and its environment.
+      gpus: GPUs of this host (as CUDA_VISIBLE_DEVICES names them), dealt to the ranks in turns, one each; fewer than ranks are shared. None
+        leaves them all to every rank.
       env: variables on top of this process's environment.
       echo: gets all output as it comes, e.g. `prefixed(sys.stdout.buffer)`; None collects it silently.
       join_job: False leaves `jax.distributed.initialize` to the program, which finds its three arguments in the environment:
@@ -202,6 +204,7 @@ class Ranks:
         *,
         processes: int,
         devices: int | None = None,
+        gpus: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         echo: Sink | None = None,
         join_job: bool = True,
@@ -229,6 +232,8 @@ class Ranks:
         try:
             for rank in range(first_rank, first_rank + processes):
                 own = {**environment, "HOCCL_LAUNCH_RANK": str(rank)}
+                if gpus:
+                    own["CUDA_VISIBLE_DEVICES"] = gpus[(rank - first_rank) % len(gpus)]
                 self._processes[rank] = _Process(rank, [*argv, f"--rank={rank}", "--", *program], own, lifeline, echo, self._ended)
         except BaseException:
             self.close()
@@ -331,6 +336,9 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     flags.DEFINE_integer(
         "devices", None, "CPU devices per rank (selects the CPU platform); unset: JAX decides.", lower_bound=1, flag_values=values
     )
+    flags.DEFINE_list(
+        "gpus", None, "GPUs of this host, dealt to its ranks in turns, one each; unset: each sees them all.", flag_values=values
+    )
     flags.DEFINE_float(
         "timeout", None, "Seconds after which a job that still runs is killed; unset: never.", lower_bound=0, flag_values=values
     )
@@ -353,6 +361,7 @@ def main(argv: Sequence[str]) -> int:
             program,
             processes=values.processes,
             devices=values.devices,
+            gpus=values.gpus,
             echo=prefixed(sys.stdout.buffer),
             coordinator=values.coordinator,
             first_rank=values.first_rank,

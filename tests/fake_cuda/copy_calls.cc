@@ -140,3 +140,18 @@ CUresult cuMemcpy3DAsync(const CUDA_MEMCPY3D* copy, CUstream stream) {
                            .src_plane = copy->srcHeight * copy->srcPitch,
                            .dst_plane = copy->dstHeight * copy->dstPitch}});
 }
+
+CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream handle) {
+  FAKE_CUDA_ENTER(cuMemsetD8Async);
+  std::shared_ptr<Stream> stream;
+  if (const CUresult result = FindStream(handle, &stream); result != CUDA_SUCCESS) return result;
+  const int device = stream->context()->device;
+  stream->Enqueue(Engine::kCopy, nullptr, [device, dst, value, bytes] {
+    if (const CUresult result = Pass("execute:fill"); result != CUDA_SUCCESS) return result;
+    std::shared_lock<std::shared_mutex> lock(Memory().mutex);
+    if (!IsUsable(device, dst, bytes)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    std::memset(reinterpret_cast<void*>(dst), value, bytes);
+    return CUDA_SUCCESS;
+  });
+  return CUDA_SUCCESS;
+}

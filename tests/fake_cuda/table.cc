@@ -122,6 +122,7 @@ const Call kCalls[] = {
     FAKE_CUDA_CALL(cuMemcpyAsync, 4000),
     FAKE_CUDA_CALL(cuMemcpy2DAsync, 3020),
     FAKE_CUDA_CALL(cuMemcpy3DAsync, 3020),
+    FAKE_CUDA_CALL(cuMemsetD8Async, 3020),
     {"cuMemcpyBatchAsync", 12080, reinterpret_cast<void*>(&MemcpyBatchAsync12080)},
     FAKE_CUDA_CALL(cuMemAlloc, 3020),
     FAKE_CUDA_CALL(cuMemFree, 3020),

@@ -82,13 +82,14 @@ Status UseStreams(const CudaDevice& device) {
   HOCCL_RETURN_IF_ERROR((*stream)->Copy(at, at, rows));
   HOCCL_RETURN_IF_ERROR((*stream)->Copy(at, at, planes));
   HOCCL_RETURN_IF_ERROR((*stream)->CopyRuns(std::vector<ByteRun>(2, {.dst = at + 2048, .src = at, .bytes = 64})));
+  HOCCL_RETURN_IF_ERROR(program.Zero(at, 64));
   HOCCL_RETURN_IF_ERROR((*stream)->Record(**event));
   HOCCL_RETURN_IF_ERROR((*stream)->WaitEvent(**event));
   HOCCL_RETURN_IF_ERROR((*event)->Done().status());
   const FlagValue flag = (*page)->memory().OnDevice({.slot = 0, .value = 0});
   HOCCL_RETURN_IF_ERROR(program.WriteFlag(flag));
   HOCCL_RETURN_IF_ERROR(program.WaitFlag(flag));
-  HOCCL_RETURN_IF_ERROR(program.WriteThenWait(flag, flag));
+  HOCCL_RETURN_IF_ERROR(program.RunFlags(WriteThenWait(flag, flag)));
   HOCCL_RETURN_IF_ERROR(program.Done().status());
   return program.Synchronize();
 }

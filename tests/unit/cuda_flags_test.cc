@@ -129,7 +129,7 @@ TEST_F(CudaFlagsTest, StreamsAndTheHostUseTheSameFlagsAcrossTheWrapAround) {
   for (int round = 0; round < 200; ++round) {
     const Ticket reached = Must(page->Issue(to_host));
     const Ticket go = Must(page->Issue(to_device));
-    ASSERT_OK(program.view().WriteThenWait(page->memory().OnDevice(reached), page->memory().OnDevice(go)));
+    ASSERT_OK(program.view().RunFlags(WriteThenWait(page->memory().OnDevice(reached), page->memory().OnDevice(go))));
     ASSERT_TRUE(Eventually([&] { return page->memory().HasReached(reached); })) << round;
     ASSERT_FALSE(Must(program.view().Done())) << round;
     page->memory().Set(go);
@@ -177,9 +177,9 @@ TEST_F(CudaFlagsTest, RanksExchangeInTheirStreams) {
     };
     for (int round = 0; round < kRounds; ++round) {
       std::memset(sends[rank]->data(), round + rank, kChunk);
-      ASSERT_OK(program.view().WriteThenWait(flag(starts[rank], round), flag(starts[peer], round)));
+      ASSERT_OK(program.view().RunFlags(WriteThenWait(flag(starts[rank], round), flag(starts[peer], round))));
       ASSERT_OK(program.view().Copy(receives[peer]->device_address(), sends[rank]->device_address(), {.row_bytes = kChunk}));
-      ASSERT_OK(program.view().WriteThenWait(flag(dones[peer], round), flag(dones[rank], round)));
+      ASSERT_OK(program.view().RunFlags(WriteThenWait(flag(dones[peer], round), flag(dones[rank], round))));
       ASSERT_OK(program.view().Synchronize());
       for (int64_t i = 0; i < kChunk; ++i) {
         ASSERT_EQ(std::to_integer<int>(receives[rank]->data()[i]), (round + peer) & 255) << "round " << round << " byte " << i;

@@ -129,7 +129,7 @@ TEST_P(CudaHazardTest, AProgramThatWaitsForAProxysCopyGoesOn) {
   for (int round = 0; round < 200; ++round) {
     const Ticket start = Must(page().Issue(starts));
     const Ticket done = Must(page().Issue(dones));
-    ASSERT_OK(program.view().WriteThenWait(OnDevice(start), OnDevice(done)));
+    ASSERT_OK(program.view().RunFlags(WriteThenWait(OnDevice(start), OnDevice(done))));
     ASSERT_TRUE(Eventually([&] { return Reached(start); })) << "no start in round " << round;
     ASSERT_OK(copies->Copy(memory->address() + kChunk, memory->address(), {.row_bytes = kChunk}));
     ASSERT_OK(copies->WriteFlag(OnDevice(done)));

@@ -129,7 +129,7 @@ class CudaProcessTest : public CudaTest {
     EXPECT_EQ(Load(device, address, kBytes), Bytes(kBytes));  // the peer waits
 
     const ProgramStream program(device);
-    ASSERT_OK(program.view().WriteThenWait(page->memory().OnDevice(ready), page->memory().OnDevice(done)));
+    ASSERT_OK(program.view().RunFlags(WriteThenWait(page->memory().OnDevice(ready), page->memory().OnDevice(done))));
     ASSERT_OK(program.view().Synchronize());
     EXPECT_EQ(Load(device, address, kBytes), Pattern(kBytes));
     int status = 0;

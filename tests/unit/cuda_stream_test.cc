@@ -184,7 +184,7 @@ TEST_F(CudaStreamTest, CallsOnlyEnqueueAndAWaitHoldsWhatFollows) {
   const Ticket begun = flags.Next();
   const Ticket go = flags.Next();
   const Ticket copied = flags.Next();
-  ASSERT_OK(stream.WriteThenWait(flags.OnDevice(begun), flags.OnDevice(go)));
+  ASSERT_OK(stream.RunFlags(WriteThenWait(flags.OnDevice(begun), flags.OnDevice(go))));
   ASSERT_OK(stream.Copy(memory->address() + kBytes / 2, memory->address(), {.row_bytes = kBytes / 2}));
   ASSERT_OK(stream.WriteFlag(flags.OnDevice(copied)));
 

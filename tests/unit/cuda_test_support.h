@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -122,6 +123,11 @@ class FakeCudaTest : public CudaTest {
     CudaTest::SetUp();
   }
 };
+
+// For StreamView::RunFlags.
+inline std::array<FlagOperation, 2> WriteThenWait(FlagValue write, FlagValue wait) {
+  return {FlagOperation{FlagOperation::Kind::kWrite, write}, FlagOperation{FlagOperation::Kind::kWait, wait}};
+}
 
 using Bytes = std::vector<uint8_t>;
 

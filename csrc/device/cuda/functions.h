@@ -61,6 +61,7 @@ inline constexpr unsigned int kPreferOverlapWithCompute = 1;
   HOCCL_CUDA_FUNCTION(MemcpyAsync, 4000, kRequired, (CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream))                    \
   HOCCL_CUDA_FUNCTION(Memcpy2DAsync, 3020, kRequired, (const CUDA_MEMCPY2D* copy, CUstream stream))                                       \
   HOCCL_CUDA_FUNCTION(Memcpy3DAsync, 3020, kRequired, (const CUDA_MEMCPY3D* copy, CUstream stream))                                       \
+  HOCCL_CUDA_FUNCTION(MemsetD8Async, 3020, kRequired, (CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream))              \
   HOCCL_CUDA_FUNCTION(MemcpyBatchAsync, 12080, kOptional,                                                                                 \
                       (CUdeviceptr * dsts, CUdeviceptr * srcs, size_t* sizes, size_t count, ::hoccl::cuda::MemcpyAttributes* attributes,  \
                        size_t* attribute_indices, size_t attribute_count, size_t* failed_index, CUstream stream))                         \

@@ -70,7 +70,7 @@ Result<ExportCache::Location> ExportCache::Locate(CUdeviceptr address, size_t by
     return FailedPrecondition("a buffer of " + std::to_string(bytes) + " bytes spans several allocations; the first one holds " +
                               std::to_string(allocation.bytes - offset) + " of them");
   }
-  return Location{entry->second.key, offset, entry->second.memory};
+  return Location{entry->second.key, offset, allocation, entry->second.memory};
 }
 
 Result<std::vector<MemoryKey>> ExportCache::DropGone() {

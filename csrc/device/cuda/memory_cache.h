@@ -30,6 +30,7 @@ class ExportCache {
   struct Location {
     MemoryKey key = 0;
     uint64_t offset = 0;  // of the address in the allocation
+    Allocation allocation;
     std::shared_ptr<const ExportedMemory> memory;
   };
 

@@ -14,6 +14,9 @@ namespace {
 // Copies of one driver call. Bounds the memory for a call's arguments; larger batches gain nothing.
 constexpr size_t kMaxBatch = 1024;
 
+// Flags of one driver call; it takes 256.
+constexpr size_t kMaxFlags = 64;
+
 Status Ended(const CudaDevice& device, const char* call, CUresult result, bool* done) {
   *done = result == CUDA_SUCCESS;
   return result == CUDA_ERROR_NOT_READY ? Status() : CallStatus(device.driver(), call, result);
@@ -177,6 +180,13 @@ Status StreamView::CopyBatch(std::span<const ByteRun> runs) const {
                                             stream_);
 }
 
+Status StreamView::Zero(CUdeviceptr dst, size_t bytes) const {
+  if (bytes == 0) return {};
+  ScopedContext scope(*device_);
+  HOCCL_RETURN_IF_ERROR(scope.status());
+  return device_->driver().MemsetD8Async(dst, 0, bytes, stream_);
+}
+
 Status StreamView::WriteFlag(FlagValue flag) const {
   ScopedContext scope(*device_);
   HOCCL_RETURN_IF_ERROR(scope.status());
@@ -189,11 +199,21 @@ Status StreamView::WaitFlag(FlagValue flag) const {
   return device_->driver().StreamWaitValue32(stream_, flag.address, flag.value, CU_STREAM_WAIT_VALUE_GEQ);
 }
 
-Status StreamView::WriteThenWait(FlagValue write, FlagValue wait) const {
+Status StreamView::RunFlags(std::span<const FlagOperation> operations) const {
+  if (operations.empty()) return {};
   ScopedContext scope(*device_);
   HOCCL_RETURN_IF_ERROR(scope.status());
-  CUstreamBatchMemOpParams operations[2] = {WriteOperation(write), WaitOperation(wait)};
-  return device_->driver().StreamBatchMemOp(stream_, 2, operations, 0);
+  std::array<CUstreamBatchMemOpParams, kMaxFlags> parameters;
+  while (!operations.empty()) {
+    const size_t count = std::min(operations.size(), kMaxFlags);
+    for (size_t i = 0; i < count; ++i) {
+      const auto& [kind, flag] = operations[i];
+      parameters[i] = kind == FlagOperation::Kind::kWrite ? WriteOperation(flag) : WaitOperation(flag);
+    }
+    HOCCL_RETURN_IF_ERROR(device_->driver().StreamBatchMemOp(stream_, static_cast<unsigned int>(count), parameters.data(), 0));
+    operations = operations.subspan(count);
+  }
+  return {};
 }
 
 Status StreamView::Record(const Event& event) const {

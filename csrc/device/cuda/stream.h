@@ -28,6 +28,13 @@ struct FlagValue {
   uint32_t value = 0;
 };
 
+struct FlagOperation {
+  enum class Kind : uint8_t { kWrite, kWait };
+
+  Kind kind = Kind::kWrite;
+  FlagValue flag;
+};
+
 // `bytes` contiguous bytes.
 struct ByteRun {
   CUdeviceptr dst = 0;
@@ -66,12 +73,14 @@ class StreamView {
   // Copies in any order. One driver call where the driver can batch.
   Status CopyRuns(std::span<const ByteRun> runs) const;
 
+  Status Zero(CUdeviceptr dst, size_t bytes) const;
+
   // The flag is set after everything that was enqueued before is done and visible to all.
   Status WriteFlag(FlagValue flag) const;
   // What is enqueued later starts after the flag has reached the value.
   Status WaitFlag(FlagValue flag) const;
-  // The two, in this order, in one driver call, which is cheaper than two.
-  Status WriteThenWait(FlagValue write, FlagValue wait) const;
+  // Several, in this order, in one driver call, which is cheaper than one each.
+  Status RunFlags(std::span<const FlagOperation> operations) const;
 
   Status Record(const Event& event) const;
   // What is enqueued later starts after the event's last record.

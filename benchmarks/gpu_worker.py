@@ -1,0 +1,283 @@
+"""What each process of a GPU job does: `gpu_worker.py TASK [ARGUMENTS as JSON]`, with one GPU a process, which several may share.
+
+The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs and makes the table.
+"""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import hoccl_jax
+from tests import cases
+
+_REDUCES = ("all_gather", "pbroadcast")  # their transposes are reductions of jax.lax, which NCCL refuses to ranks that share a GPU
+
+
+def gpu_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices("gpu")), "x")
+
+
+def program(function: Callable[..., Any], **kwargs: Any) -> Any:
+    return jax.jit(jax.shard_map(function, mesh=gpu_mesh(), in_specs=P("x"), out_specs=P("x"), **kwargs))
+
+
+def spread(rows: int, columns: int, dtype: Any = np.float32) -> jax.Array:
+    """A global array of distinct small numbers; `rows` are those of one rank."""
+    mesh = gpu_mesh()
+    shape = (rows * mesh.size, columns)
+    values = (np.arange(rows * mesh.size * columns) % 8191).astype(dtype).reshape(shape)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P("x")), lambda index: values[index])
+
+
+def barrier(name: str) -> None:
+    if jax.process_count() == 1:
+        return
+    distributed.global_state.client.wait_at_barrier(f"gpu_worker/{name}", 120_000)
+
+
+def equivalence(seed: int, count: int) -> dict[str, Any]:
+    """The random cases, against jax.lax on CPU devices of this process."""
+    devices = jax.devices("gpu")
+    reference = jax.local_devices(backend="cpu")[: len(devices)]
+    failed: dict[str, str] = {}
+    ran, left_out = 0, collections.Counter()
+    for case in cases.generate(len(devices), seed, count):
+        if case.operation == "send_recv":
+            left_out["send_recv"] += 1
+        elif case.operation in _REDUCES and case.transform in cases.DIFFERENTIATED:
+            left_out["reduces"] += 1
+        else:
+            try:
+                cases.check_across(case, devices, reference)
+            except Exception:
+                failed[str(case)] = traceback.format_exc()[-1500:]
+                if len(failed) > 5:
+                    break
+            ran += 1
+    hoccl_jax.check_errors()
+    return {"ran": ran, "left_out": dict(left_out), "failed": failed, "stats": hoccl_jax.stats()}
+
+
+def _median_us(step: Callable[[], Any], per_call: int, repeats: int = 20) -> float:
+    jax.block_until_ready(step())
+    jax.block_until_ready(step())
+    times = []
+    for i in range(repeats):
+        barrier(f"{os.environ['HOCCL_TASK']}/{_median_us.calls}/{i}")
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        times.append((time.perf_counter() - start) / per_call * 1e6)
+    _median_us.calls += 1
+    return statistics.median(times)
+
+
+_median_us.calls = 0
+
+
+LIBRARIES = {"hoccl_jax": hoccl_jax, "jax.lax": jax.lax}
+
+
+def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20) -> dict[str, Any]:
+    """Dependent operations in one program, us each: bytes are those that each rank sends. Libraries take turns size by size."""
+    size = gpu_mesh().size
+    ring = [(r, (r + 1) % size) for r in range(size)]
+    result: dict[str, Any] = {}
+    for count in sizes:
+        x = spread(size, max(1, count // 4 // size))
+        for name in libraries:
+            library = LIBRARIES[name]
+            more = {"overlap": False} if library is hoccl_jax else {}
+
+            def ppermute(x: jax.Array, library: Any = library, more: Any = more) -> jax.Array:
+                for _ in range(steps):
+                    x = library.ppermute(x, "x", ring, **more)
+                return x
+
+            def all_to_all(x: jax.Array, library: Any = library, more: Any = more) -> jax.Array:
+                for _ in range(steps):
+                    x = library.all_to_all(x, "x", 0, 0, tiled=True, **more)
+                return x
+
+            def all_gather(x: jax.Array, library: Any = library, more: Any = more) -> jax.Array:
+                for _ in range(steps):  # the next operand depends on the last result, but is not a copy of it
+                    gathered = library.all_gather(x, "x", tiled=True, **more)
+                    x, _ = jax.lax.optimization_barrier((x, gathered))
+                return x
+
+            for function in (ppermute, all_to_all, all_gather):
+                step = program(function)
+                jax.block_until_ready(step(x))
+                hoccl_jax.reset_stats()
+                entry: dict[str, Any] = {"us": _median_us(lambda step=step, x=x: step(x), steps, repeats)}
+                if library is hoccl_jax:
+                    counts = hoccl_jax.stats()
+                    entry["host_us"] = counts["handlers"]["nanoseconds"] / max(1, counts["handlers"]["calls"]) / 1e3
+                    entry |= {"in_stream": counts["pushes"]["in_stream"], "proxy": counts["pushes"]["proxy"]}
+                result[f"{name} {function.__name__} {count}"] = entry
+    hoccl_jax.check_errors()
+    return result
+
+
+def profile(steps: int) -> dict[str, Any]:
+    """What runs on the GPU in a program of all-gathers and ppermutes and nothing else."""
+    ring = [(r, (r + 1) % gpu_mesh().size) for r in range(gpu_mesh().size)]
+
+    def body(x: jax.Array) -> list[jax.Array]:
+        results = []
+        for _ in range(steps):
+            x = hoccl_jax.ppermute(x, "x", ring)
+            results.append(hoccl_jax.all_gather(x, "x", tiled=True))
+        return results
+
+    step = program(body)
+    x = spread(256, 1024)
+    jax.block_until_ready(step(x))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step(x))
+        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    seen: dict[str, Any] = {}
+    for event in events:
+        if event.get("ph") != "X" or "/device:GPU" not in processes.get(event["pid"], ""):
+            continue
+        if not threads.get((event["pid"], event["tid"]), "").startswith("Stream"):
+            continue
+        name = f"{event['name']} | {threads[event['pid'], event['tid']].split('(')[-1]}"
+        entry = seen.setdefault(name, {"count": 0, "us": 0.0, "args": {}})
+        entry["count"] += 1
+        entry["us"] += event.get("dur", 0)
+        entry["args"] = {k: v for k, v in event.get("args", {}).items() if k in ("memcpy_details", "kernel_details", "memset_details")}
+    return seen
+
+
+def random_operations(seconds: float, seed: int) -> dict[str, Any]:
+    """Random operations for so long; every chunk of every result is checked on the device, by sums of sentinels that all ranks know."""
+    size = gpu_mesh().size
+    rng = np.random.default_rng(seed)
+    ring = [(r, (r + 1) % size) for r in range(size)]
+    programs: dict[Any, Any] = {}
+    mismatches, ran = 0, 0
+    end = time.monotonic() + seconds
+
+    def make(kind: str, rows: int, columns: int, priority: str) -> Any:
+        def body(start: jax.Array) -> jax.Array:
+            rank = jax.lax.axis_index("x")
+
+            def sentinel(of: Any, rows: int = rows, first: Any = 0) -> jax.Array:
+                index = jnp.arange(rows * columns, dtype=jnp.int32).reshape(rows, columns) + first
+                return index * 7919 + jnp.asarray(of, jnp.int32) * 104729 + start[0, 0]
+
+            x = sentinel(rank)
+            if kind == "ppermute":
+                got, wanted = hoccl_jax.ppermute(x, "x", ring, priority=priority), sentinel((rank - 1) % size)
+            elif kind == "all_gather":
+                got = hoccl_jax.all_gather(x, "x", priority=priority)
+                wanted = jnp.stack([sentinel(r) for r in range(size)])
+            else:
+                got = hoccl_jax.all_to_all(x, "x", 0, 0, tiled=True, priority=priority)
+                block = rows // size
+                wanted = jnp.concatenate([sentinel(r, block, rank * block * columns) for r in range(size)])
+            return jnp.sum(got != wanted, dtype=jnp.int32)[None, None]
+
+        return program(body)
+
+    while True:
+        # All ranks must end at the same operation: rank 0 says when.
+        if jax.process_count() == 1:
+            if time.monotonic() > end:
+                break
+        elif ran % 50 == 0:
+            go_on = f"gpu_worker/random/{seed}/{ran}"
+            client = distributed.global_state.client
+            if jax.process_index() == 0:
+                client.key_value_set(go_on, "1" if time.monotonic() < end else "0")
+            if client.blocking_key_value_get(go_on, 60_000) == "0":
+                break
+        kind = ("ppermute", "all_gather", "all_to_all")[rng.integers(3)]
+        rows, columns = size * int(rng.choice([1, 3, 16, 128])), int(rng.choice([1, 33, 1024, 8192]))
+        key = (kind, rows, columns, ("foreground", "background")[rng.integers(2)])
+        if key not in programs:
+            programs[key] = make(*key)
+        start = jax.make_array_from_callback(
+            (size, 1), NamedSharding(gpu_mesh(), P("x")), lambda _, ran=ran: np.full((1, 1), ran, np.int32)
+        )
+        wrong = programs[key](start)
+        mismatches += int(np.asarray(wrong.addressable_shards[0].data).sum())
+        ran += 1
+    hoccl_jax.check_errors()
+    return {
+        "ran": ran,
+        "mismatches": mismatches,
+        "programs": len(programs),
+        "bytes_in_use": stats.get("bytes_in_use"),
+        "stats": hoccl_jax.stats(),
+    }
+
+
+def interference(size: int, gathered: int) -> dict[str, Any]:
+    """GEMMs alone, beside transfers to the other rank, and beside copies within the device of as many bytes (the same load on its memory)."""
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    a = jax.device_put(a, jax.local_devices(backend="gpu")[0])
+    ring = [(r, (r + 1) % gpu_mesh().size) for r in range(gpu_mesh().size)]
+    x = spread(1, gathered // 4)
+    weights = jax.make_array_from_callback((gpu_mesh().size * size, size), NamedSharding(gpu_mesh(), P("x")), lambda _: np.asarray(a))
+    count = 10
+
+    def gemms(w: jax.Array) -> jax.Array:
+        y = w
+        for _ in range(count):
+            y = (y @ w) * jnp.bfloat16(0.01)
+        return y
+
+    def with_traffic(x: jax.Array, w: jax.Array) -> Any:
+        for _ in range(4):
+            x = hoccl_jax.ppermute(x, "x", ring, priority="background")
+        return x, gemms(w)
+
+    mesh = gpu_mesh()
+    alone = jax.jit(jax.shard_map(gemms, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    beside = jax.jit(jax.shard_map(with_traffic, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x")))
+    traffic = program(lambda x: with_traffic(x, jnp.zeros((1, 1), jnp.bfloat16))[0])
+    return {
+        "gemms_us": _median_us(lambda: alone(weights), count),
+        "beside_us": _median_us(lambda: beside(x, weights), count),
+        "traffic_us": _median_us(lambda: traffic(x), 4),
+    }
+
+
+TASKS = {f.__name__: f for f in (equivalence, chains, profile, random_operations, interference)}
+
+
+def main() -> None:
+    task = sys.argv[1]
+    os.environ["HOCCL_TASK"] = task
+    arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    hoccl_jax.init()
+    outcome = TASKS[task](**arguments)
+    barrier("end")
+    os.write(sys.stdout.fileno(), f"\nRESULT {json.dumps(outcome)}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

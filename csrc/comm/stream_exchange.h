@@ -1,0 +1,185 @@
+// Collectives between CUDA devices, ordered by their streams. A handler posts, enqueues and returns; nothing here waits for a device.
+//
+// The sender pushes. A post says where its rank's result is and which flags order the access to it; it goes to the processes that send to
+// that rank. In the rank's stream stand: the flag "my result may be written, and my operand read", the pushes whose receivers have posted
+// by then, each after the receiver's flag, and at last the waits for what arrives. All other pushes are left to the device's executor,
+// which does them once both ends are ready; then the stream also waits until its operand is free again. Whoever pushes sets the receiver's
+// flag, so the receiver need not know.
+//
+// A failure is the whole exchange's: streams can't be called back, so what they have been given is let go by setting the flags, results are
+// worthless, and every later call says so.
+#ifndef HOCCL_COMM_STREAM_EXCHANGE_H_
+#define HOCCL_COMM_STREAM_EXCHANGE_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/comm/communicator.h"
+#include "csrc/comm/mailbox.h"
+#include "csrc/comm/proxy.h"
+#include "csrc/comm/statistics.h"
+#include "csrc/device/cuda/context.h"
+#include "csrc/device/cuda/memory_cache.h"
+#include "csrc/device/cuda/stream.h"
+#include "csrc/p2p/push_executor.h"
+#include "csrc/stream/flags.h"
+
+namespace hoccl {
+
+struct StreamExchangeOptions {
+  int process = 0;
+  int process_count = 1;
+  std::vector<DeviceEntry> devices = {};  // of this process, CUDA ones only
+  std::chrono::milliseconds timeout{300'000};
+  std::chrono::milliseconds tick{1000};        // how often deadlines are looked at
+  int64_t chunk_bytes = 8 << 20;               // of background pushes
+  int64_t in_stream_bytes = int64_t{1} << 40;  // larger pushes are left to the executor
+  std::chrono::microseconds patience{10};      // how long a handler of a small operation looks out for its receivers' posts
+  std::string driver = cuda::kDriverLibrary;
+};
+
+class StreamExchange : public ProxyListener {
+ public:
+  class Binding;
+
+  static Result<std::unique_ptr<StreamExchange>> Start(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics);
+  ~StreamExchange() override;
+
+  // Waits a little for what is in the streams, then fails the rest. Nothing can be posted afterwards.
+  void Close();
+
+  // Waits until a connected process has said where its flags are.
+  Status AwaitPeer(int process);
+
+  Result<std::unique_ptr<Binding>> Bind(std::shared_ptr<const GroupPlan> plan, int rank);
+
+  // Enqueues one execution of a call in the device's stream. Returns at once; an error means that nothing more will run.
+  Status Post(Binding* binding, int64_t run, CUstream stream, CUdeviceptr operand, CUdeviceptr result);
+
+  // The failure that ended the exchange; OK while it runs.
+  Status failure();
+
+  // What the devices of this process can do, for people.
+  std::vector<std::pair<int64_t, const cuda::CudaDevice*>> Devices() const;
+
+  void OnProcessConnected(int process) override;
+  void OnMessage(int process, const Message& message, UniqueFd fd) override;
+  void OnProcessLost(int process, const std::string& how, bool in_order) override;
+  void OnTick() override {}  // the devices' threads keep their own time
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Resources;
+  struct Device;
+  struct Peer;
+  struct Target;
+  struct Flight;
+  struct Waiting;
+  struct Execution;
+  struct PostKeyHash {
+    size_t operator()(const PostKey& key) const;
+  };
+  struct KnownPost {
+    StreamPost post;
+    int used = 0;  // flows that have been matched with it
+  };
+
+  explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics);
+  Status StartDevices();
+  void Run(Device* device);
+
+  // All of these with mutex_ held.
+  Status CanPost(const GroupPlan& plan, int rank) const;
+  Execution* NewExecution(Binding* binding, int64_t run, uint32_t value);
+  void Deliver(const Binding& binding, const StreamPost& post, const cuda::ExportCache::Location& location);
+  void SendMail(int process, const StreamPost& post);
+  void TakeMail();
+  void Accept(const StreamPost& post);
+  bool MatchAll(Device* device, Execution* execution);
+  void Await(Device* device, Execution* execution);
+  bool Reach(Device* device, const StreamPost& post, Target* target);
+  void Submit(const Waiting& waiting, const StreamPost& post);
+  void Use(const Flight& flight, const PostKey& key);
+  void CheckAgreement(const Execution& execution, const StreamPost& post);
+  bool IsInStream(const Execution& execution, const Flight& flight) const;
+  PostKey ReceiverOf(const Execution& execution, const Flight& flight) const;
+  void Watch(Device* device);
+  void Retire(Device* device);
+  void CheckDeadlines(Device* device);
+  void DropGoneMemory(Device* device);
+  void Fail(Status failure, bool tell_others);
+  void Release(const Execution& execution);
+  std::string Attendance(const Execution& execution);
+
+  Status Enqueue(const Binding& binding, Execution* execution, CUstream handle);
+
+  const StreamExchangeOptions options_;
+  Proxy* const proxy_;
+  Statistics* const statistics_;
+  std::shared_ptr<Resources> resources_;
+  std::unique_ptr<Mailbox> mailbox_;
+
+  std::mutex mutex_;
+  std::condition_variable peers_changed_;
+  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by process
+  std::vector<int> writers_;                  // processes whose mail is looked for
+  std::unordered_map<PostKey, KnownPost, PostKeyHash> posts_;
+  std::unordered_map<PostKey, std::vector<Waiting>, PostKeyHash> waiting_;  // for these posts
+  std::map<std::pair<int, uint64_t>, std::vector<std::pair<Waiting, StreamPost>>>
+      unmapped_;                                                         // for the memory (process, key) of their receivers
+  std::map<uint64_t, std::pair<Device*, cuda::Allocation>> own_memory_;  // by key: what this process's devices have posted
+  std::vector<std::unique_ptr<Execution>> spare_;                        // so that a known load allocates nothing
+  Status failure_;
+  Clock::time_point failed_at_;
+  std::atomic<bool> failed_ = false;
+  bool stopping_ = false;
+};
+
+// One device's view of a call. Outlives the exchange if need be.
+class StreamExchange::Binding {
+ public:
+  ~Binding();
+  const GroupPlan& plan() const { return *plan_; }
+
+ private:
+  friend class StreamExchange;
+  struct Out {
+    int flow = 0;
+    uint32_t arrival = 0;    // its flag among the receiver's, behind the first
+    uint32_t departure = 0;  // and among ours
+    int users = 0;           // flows of this process that go to the same rank
+  };
+
+  std::shared_ptr<const GroupPlan> plan_;
+  int rank_ = 0;
+  Device* device_ = nullptr;
+  std::vector<Out> out_;
+  std::vector<int> own_;      // flows that stay on the device
+  std::vector<int> sources_;  // processes that send to this rank
+  uint32_t arrivals_ = 0;
+  std::weak_ptr<Resources> resources_;
+  uint32_t slot_ = 0;  // of flags: ready, then arrivals, then departures
+  bool has_slots_ = false;
+
+  int64_t run_ = -1;
+  uint32_t index_ = 0;  // within the run
+  uint32_t executions_ = 0;
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_STREAM_EXCHANGE_H_

@@ -1,0 +1,93 @@
+// What a StreamExchange is made of. For its own sources only.
+#ifndef HOCCL_COMM_STREAM_EXCHANGE_PARTS_H_
+#define HOCCL_COMM_STREAM_EXCHANGE_PARTS_H_
+
+#include <deque>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "csrc/comm/stream_exchange.h"
+
+namespace hoccl {
+
+// What the flags in streams need. Bindings give their slots back to it.
+struct StreamExchange::Resources {
+  std::vector<std::unique_ptr<cuda::CudaDevice>> devices;
+  std::unique_ptr<FlagPage> flags;  // before the devices, to which they are registered
+};
+
+struct StreamExchange::Device {
+  DeviceEntry entry;
+  const cuda::CudaDevice* cuda = nullptr;
+  std::unique_ptr<cuda::ExportCache> exports;
+  std::unique_ptr<cuda::ImportCache> imports;
+  std::unique_ptr<PushExecutor> pushes;
+  std::set<uint64_t> reachable;  // of own_memory_, what belongs to other devices and this one may use
+  std::deque<std::unique_ptr<Execution>> executions;
+  int waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
+  std::condition_variable wake;
+  std::thread thread;
+};
+
+struct StreamExchange::Peer {
+  std::unique_ptr<FlagMemory> flags;
+  std::unique_ptr<Mailbox> mailbox;
+  std::deque<StreamPost> backlog;  // what did not fit the mailbox
+  std::set<uint64_t> told;         // memory that it knows of
+  bool lost = false;
+  bool left_in_order = false;
+  std::string how;
+
+  bool ready() const { return flags != nullptr && mailbox != nullptr; }
+};
+
+// Where a receiver's result is, as one device of this process sees it.
+struct StreamExchange::Target {
+  CUdeviceptr address = 0;
+  FlagMemory* flags = nullptr;
+  std::shared_ptr<const cuda::ImportedMemory> memory;  // null for memory of this process
+};
+
+// A flow out of an execution.
+struct StreamExchange::Flight {
+  enum class Way : uint8_t { kUnmatched, kInStream, kProxy };
+
+  int flow = 0;
+  Binding::Out out;
+  Way way = Way::kUnmatched;
+  Target target;  // once matched
+  Ticket ready;   // the receiver's flag
+};
+
+struct StreamExchange::Waiting {
+  Device* device = nullptr;
+  Execution* execution = nullptr;
+  size_t flight = 0;
+};
+
+// A call that is in its stream. Kept until the stream has passed it.
+struct StreamExchange::Execution {
+  std::shared_ptr<const GroupPlan> plan;
+  int rank = 0;
+  PostKey key;
+  uint32_t occurrence = 0;
+  CUdeviceptr operand = 0;
+  CUdeviceptr result = 0;
+  uint32_t value = 0;  // of all its flags
+  uint32_t slot = 0;   // ready, arrivals, departures, ended
+  uint32_t arrivals = 0;
+  std::vector<Flight> flights;
+  bool begun = false;       // the stream has reached it,
+  Clock::time_point since;  // seen then
+
+  Ticket Ready() const { return {.slot = slot, .value = value}; }
+  Ticket Arrival(uint32_t i) const { return {.slot = slot + 1 + i, .value = value}; }
+  Ticket Departure(uint32_t i) const { return {.slot = slot + 1 + arrivals + i, .value = value}; }
+  Ticket Ended() const { return {.slot = slot + 1 + arrivals + static_cast<uint32_t>(flights.size()), .value = value}; }
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_COMM_STREAM_EXCHANGE_PARTS_H_

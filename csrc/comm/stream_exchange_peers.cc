@@ -1,0 +1,300 @@
+// The part of the stream exchange that deals with other processes, and with what goes wrong.
+#include <algorithm>
+#include <utility>
+
+#include "csrc/comm/stream_exchange.h"
+#include "csrc/comm/stream_exchange_parts.h"
+
+namespace hoccl {
+namespace {
+
+// After a failure, late writers can set flags back below what later waits want: they are let go again and again for so long.
+constexpr std::chrono::seconds kReleasing{5};
+
+std::string Seconds(std::chrono::steady_clock::duration duration) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1000.0).substr(0, 5) + " s";
+}
+
+}  // namespace
+
+void StreamExchange::OnProcessConnected(int process) {
+  Message message;
+  message.type = MessageType::kFlags;
+  proxy_->Send(process, message, resources_->flags->fd().get());
+  message.type = MessageType::kMailbox;
+  proxy_->Send(process, message, mailbox_->fd().get());
+}
+
+Status StreamExchange::AwaitPeer(int process) {
+  if (process == options_.process) return {};
+  std::unique_lock lock(mutex_);
+  const Peer& peer = *peers_[process];
+  const bool done = peers_changed_.wait_for(lock, options_.timeout, [&] { return peer.ready() || peer.lost; });
+  if (peer.ready()) return {};
+  const std::string name = "process " + std::to_string(process);
+  return done ? Unavailable(name + " " + peer.how) : DeadlineExceeded(name + " did not say where its flags are");
+}
+
+void StreamExchange::OnMessage(int process, const Message& message, UniqueFd fd) {
+  Peer& peer = *peers_[process];
+  Status status;
+  if (message.type == MessageType::kFlags && fd) {
+    Result<std::unique_ptr<FlagMemory>> flags = FlagMemory::Map(fd);
+    status = flags.ok() ? (*flags)->Register(*devices_.front()->cuda) : flags.status();
+    std::lock_guard lock(mutex_);
+    if (status.ok()) peer.flags = *std::move(flags);
+  } else if (message.type == MessageType::kMailbox && fd) {
+    Result<std::unique_ptr<Mailbox>> mailbox = Mailbox::Map(fd);
+    status = mailbox.status();
+    std::lock_guard lock(mutex_);
+    if (status.ok() && (*mailbox)->senders() < options_.process_count) status = InvalidArgument("its mailbox is too small");
+    if (status.ok()) peer.mailbox = *std::move(mailbox);
+    writers_.push_back(process);
+  } else if (message.type == MessageType::kMemory && message.text_bytes == sizeof(cuda::MemoryHandle)) {
+    cuda::MemoryHandle handle;
+    std::memcpy(&handle, message.text, sizeof(handle));
+    for (const auto& device : devices_) {
+      if (!status.ok()) break;
+      status = device->imports->Import(static_cast<uint64_t>(process), message.address, handle, fd).status();
+    }
+    std::lock_guard lock(mutex_);
+    const auto waiting = unmapped_.find({process, message.address});
+    if (status.ok() && waiting != unmapped_.end()) {
+      const auto flows = std::move(waiting->second);
+      unmapped_.erase(waiting);
+      for (const auto& [flow, post] : flows) Submit(flow, post);
+    }
+  } else if (message.type == MessageType::kMemoryGone) {
+    for (const auto& device : devices_) device->imports->Drop(static_cast<uint64_t>(process), message.address);
+  } else if (message.type == MessageType::kStreamFailed) {
+    std::lock_guard lock(mutex_);
+    Fail(Status(static_cast<Code>(message.number), std::string(message.GetText()) + " (told by process " + std::to_string(process) + ")"),
+         false);
+  }
+  if (!status.ok()) {
+    std::lock_guard lock(mutex_);
+    Fail(Status(status.code(), "process " + std::to_string(process) + ": what it shares can't be used: " + status.message()), true);
+  }
+  peers_changed_.notify_all();
+}
+
+void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_order) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = *peers_[process];
+  peer.lost = true;
+  peer.left_in_order = in_order;
+  peer.how = how;
+  peers_changed_.notify_all();
+  TakeMail();
+  for (const auto& device : devices_) {
+    Retire(device.get());
+    for (const auto& execution : device->executions) {
+      if (!execution->plan->ExchangesWith(execution->rank, process)) continue;
+      const Status failure = Unavailable(execution->plan->Describe(execution->key.meeting.run, execution->occurrence) + ": process " +
+                                         std::to_string(process) + " " + how);
+      return Fail(failure, true);
+    }
+  }
+}
+
+// Posts on their way.
+
+void StreamExchange::Deliver(const Binding& binding, const StreamPost& post, const cuda::ExportCache::Location& location) {
+  if (!own_memory_.contains(post.memory)) own_memory_.emplace(post.memory, std::pair(binding.device_, location.allocation));
+  for (int process : binding.sources_) {
+    if (process == options_.process) {
+      Accept(post);
+      continue;
+    }
+    Peer& peer = *peers_[process];
+    if (peer.told.insert(post.memory).second) {
+      Message message;
+      message.type = MessageType::kMemory;
+      message.device = post.device;
+      message.address = post.memory;
+      const cuda::MemoryHandle& handle = location.memory->handle;
+      message.SetText({reinterpret_cast<const char*>(&handle), sizeof(handle)});
+      proxy_->Send(process, message, location.memory->fd.get());
+    }
+    SendMail(process, post);
+  }
+}
+
+void StreamExchange::SendMail(int process, const StreamPost& post) {
+  Peer& peer = *peers_[process];
+  if (!peer.ready() || peer.lost) return;  // whoever posts to the lost hears it from CanPost
+  peer.backlog.push_back(post);
+  while (!peer.backlog.empty() && peer.mailbox->Put(options_.process, peer.backlog.front())) peer.backlog.pop_front();
+}
+
+void StreamExchange::TakeMail() {
+  StreamPost post;
+  for (int process : writers_) {
+    while (mailbox_->Take(process, &post)) {
+      post.process = process;
+      Accept(post);
+    }
+    Peer& peer = *peers_[process];
+    while (!peer.backlog.empty() && peer.mailbox->Put(options_.process, peer.backlog.front())) peer.backlog.pop_front();
+  }
+}
+
+void StreamExchange::Accept(const StreamPost& post) {
+  if (failed_) return;
+  KnownPost& known = posts_[post.key];
+  known = {.post = post};
+  const auto found = waiting_.find(post.key);
+  if (found == waiting_.end()) return;
+  const std::vector<Waiting> waiting = std::move(found->second);
+  waiting_.erase(found);
+  for (const Waiting& one : waiting) {
+    CheckAgreement(*one.execution, post);
+    if (failed_) return;
+    Submit(one, post);
+    Use(one.execution->flights[one.flight], post.key);
+  }
+}
+
+void StreamExchange::CheckAgreement(const Execution& execution, const StreamPost& post) {
+  const GroupPlan& plan = *execution.plan;
+  if (post.signature == plan.call->signature) return;
+  Fail(InvalidArgument("ranks disagree in " + plan.Describe(execution.key.meeting.run, execution.occurrence) + " (this is what process " +
+                       std::to_string(options_.process) + " brought): " + plan.communicator.RankName(post.key.rank) + " brought " +
+                       std::string(post.GetBrought())),
+       true);
+}
+
+// Keeping watch.
+
+void StreamExchange::Watch(Device* device) {
+  if (failed_) {
+    if (Clock::now() - failed_at_ > kReleasing) return;
+    for (const auto& execution : device->executions) Release(*execution);
+    return;
+  }
+  Retire(device);
+  CheckDeadlines(device);
+  DropGoneMemory(device);
+}
+
+void StreamExchange::Retire(Device* device) {
+  if (failed_) return;  // their flags say nothing any more
+  FlagMemory& own = resources_->flags->memory();
+  const auto over = std::stable_partition(device->executions.begin(), device->executions.end(),
+                                          [&](const auto& execution) { return !own.HasReached(execution->Ended()); });
+  for (auto execution = over; execution != device->executions.end(); ++execution) {
+    for (Flight& flight : (*execution)->flights) {
+      // Unused this time; a flag that stays behind for 2^31 uses would look ahead.
+      if (flight.way == Flight::Way::kInStream) own.Advance((*execution)->Departure(flight.out.departure));
+      flight.target = {};
+    }
+    (*execution)->plan.reset();
+    spare_.push_back(std::move(*execution));
+  }
+  device->executions.erase(over, device->executions.end());
+}
+
+void StreamExchange::CheckDeadlines(Device* device) {
+  const FlagMemory& own = resources_->flags->memory();
+  const Clock::time_point now = Clock::now();
+  for (const auto& execution : device->executions) {
+    if (!execution->begun) {
+      if (!own.HasReached(execution->Ready())) continue;
+      execution->begun = true;
+      execution->since = now;
+    }
+    if (now - execution->since <= options_.timeout) continue;
+    const GroupPlan& plan = *execution->plan;
+    return Fail(DeadlineExceeded(plan.Describe(execution->key.meeting.run, execution->occurrence) + ": " +
+                                 plan.communicator.RankName(execution->rank) + " has waited " + Seconds(now - execution->since) +
+                                 " (HOCCL_TIMEOUT_S). " + Attendance(*execution)),
+                true);
+  }
+}
+
+std::string StreamExchange::Attendance(const Execution& execution) {
+  const GroupPlan& plan = *execution.plan;
+  FlagMemory& own = resources_->flags->memory();
+  std::string text;
+  const auto say = [&](int rank, const std::string& what) {
+    text += (text.empty() ? "" : "; ") + plan.communicator.RankName(rank) + " " + what;
+  };
+  std::vector<int> named;
+  for (const Flight& flight : execution.flights) {
+    const int receiver = plan.call->flows[flight.flow].dst;
+    named.push_back(receiver);
+    if (flight.target.flags == nullptr && !posts_.contains(ReceiverOf(execution, flight))) {
+      say(receiver, "has not come");
+    } else if (flight.target.flags != nullptr && !flight.target.flags->HasReached(flight.ready)) {
+      say(receiver, "came, but its stream has not got there");
+    } else {
+      say(receiver, "came");
+    }
+  }
+  uint32_t arrival = 0;
+  for (int flow : plan.ranks[execution.rank].in) {
+    const int source = plan.call->flows[flow].src;
+    if (source == execution.rank) continue;
+    const bool arrived = own.HasReached(execution.Arrival(arrival++));
+    if (arrived || std::find(named.begin(), named.end(), source) != named.end()) continue;
+    say(source, "has not sent");
+  }
+  // Where are those who have not come?
+  for (const auto& [key, known] : posts_) {
+    const std::vector<int64_t>& devices = plan.communicator.devices;
+    if (key.meeting == execution.key.meeting || std::find(devices.begin(), devices.end(), known.post.device) == devices.end()) continue;
+    text += "; device " + std::to_string(known.post.device) + " waits elsewhere, in " + std::string(known.post.GetBrought());
+  }
+  return text;
+}
+
+void StreamExchange::DropGoneMemory(Device* device) {
+  Result<std::vector<cuda::MemoryKey>> gone = device->exports->DropGone();
+  if (!gone.ok()) return Fail(gone.status(), true);
+  for (cuda::MemoryKey key : *gone) {
+    own_memory_.erase(key);
+    for (const auto& other : devices_) other->reachable.erase(key);
+    Message message;
+    message.type = MessageType::kMemoryGone;
+    message.address = key;
+    for (int process : writers_) {
+      if (peers_[process]->told.erase(key) > 0) proxy_->Send(process, message);
+    }
+  }
+}
+
+void StreamExchange::Fail(Status failure, bool tell_others) {
+  if (failed_) return;
+  failure_ = std::move(failure);
+  failed_at_ = Clock::now();
+  failed_.store(true, std::memory_order_release);
+  statistics_->CountFailure();
+  waiting_.clear();
+  unmapped_.clear();
+  posts_.clear();
+  for (const auto& device : devices_) {
+    device->waiting = 0;
+    device->pushes->Clear();
+    for (const auto& execution : device->executions) Release(*execution);
+    device->wake.notify_all();
+  }
+  peers_changed_.notify_all();
+  if (!tell_others) return;
+  Message message;
+  message.type = MessageType::kStreamFailed;
+  message.number = static_cast<int32_t>(failure_.code());
+  message.SetText(failure_.message());
+  for (int process : writers_) proxy_->Send(process, message);
+}
+
+void StreamExchange::Release(const Execution& execution) {
+  FlagMemory& own = resources_->flags->memory();
+  for (uint32_t i = 0; i < execution.arrivals; ++i) own.Advance(execution.Arrival(i));
+  for (uint32_t i = 0; i < execution.flights.size(); ++i) own.Advance(execution.Departure(i));
+  for (const Flight& flight : execution.flights) {
+    // Its program has failed too, and learns it.
+    if (flight.way == Flight::Way::kInStream) flight.target.flags->Advance(flight.ready);
+  }
+}
+
+}  // namespace hoccl

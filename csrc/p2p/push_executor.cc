@@ -1,0 +1,121 @@
+#include "csrc/p2p/push_executor.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hoccl {
+namespace {
+
+// Background chunks that the copy engines have at a time: one that runs and one behind it, so that they never idle and a foreground push
+// waits for little more than one chunk.
+constexpr size_t kChunksInFlight = 2;
+
+bool IsReady(const Push& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); }
+
+}  // namespace
+
+PushExecutor::~PushExecutor() {
+  for (const auto& [receiver, stream] : streams_) (void)stream->Synchronize();
+}
+
+void PushExecutor::Submit(const Push& push) {
+  std::lock_guard lock(mutex_);
+  waiting_.push_back(push);
+}
+
+bool PushExecutor::HasWork() {
+  std::lock_guard lock(mutex_);
+  return !waiting_.empty() || busy_.load(std::memory_order_relaxed) > 0;
+}
+
+void PushExecutor::Clear() {
+  std::lock_guard lock(mutex_);
+  waiting_.clear();
+}
+
+Result<cuda::CopyStream*> PushExecutor::StreamTo(int64_t receiver, bool background) {
+  std::unique_ptr<cuda::CopyStream>& stream = streams_[{receiver, background}];
+  if (stream == nullptr) {
+    Result<std::unique_ptr<cuda::CopyStream>> created = cuda::CopyStream::Create(device_);
+    if (!created.ok()) return created.status();
+    stream = *std::move(created);
+  }
+  return stream.get();
+}
+
+Status PushExecutor::Start(const Push& push) {
+  const Result<cuda::CopyStream*> stream = StreamTo(push.receiver, false);
+  if (!stream.ok()) return stream.status();
+  HOCCL_RETURN_IF_ERROR((*stream)->Copy(push.dst, push.src, push.copy));
+  HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
+  HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
+  foreground_.push_back(push.departed_seen);
+  return {};
+}
+
+Status PushExecutor::Step(bool* progress) {
+  {
+    std::lock_guard lock(mutex_);
+    auto left = waiting_.begin();
+    for (Push& push : waiting_) {
+      if (IsReady(push)) {
+        taken_.push_back(push);
+      } else {
+        *left++ = push;
+      }
+    }
+    waiting_.erase(left, waiting_.end());
+    busy_.fetch_add(taken_.size(), std::memory_order_relaxed);
+  }
+  *progress = !taken_.empty();
+  if (*progress) {
+    const cuda::ScopedContext scope(device_);
+    for (const Push& push : taken_) {
+      if (push.background) {
+        background_.push_back({.push = push, .chunks = ChunkedCopy(push.copy, chunk_bytes_)});
+      } else {
+        HOCCL_RETURN_IF_ERROR(Start(push));
+      }
+    }
+    taken_.clear();
+  }
+  busy_.fetch_sub(std::erase_if(foreground_, [](const HostFlag& flag) { return flag.Reached(); }), std::memory_order_relaxed);
+  return StepBackground(progress);
+}
+
+Status PushExecutor::StepBackground(bool* progress) {
+  while (!in_flight_.empty()) {
+    const Result<bool> done = in_flight_.front()->Done();
+    if (!done.ok()) return done.status();
+    if (!*done) break;
+    spare_.push_back(std::move(in_flight_.front()));
+    in_flight_.erase(in_flight_.begin());
+  }
+  while (foreground_.empty() && !background_.empty() && in_flight_.size() < kChunksInFlight) {
+    Piecewise piecewise = std::move(background_.front());
+    background_.pop_front();
+    const Push& push = piecewise.push;
+    const Result<cuda::CopyStream*> stream = StreamTo(push.receiver, true);
+    if (!stream.ok()) return stream.status();
+    HOCCL_RETURN_IF_ERROR((*stream)->Copy(push.dst, push.src, piecewise.chunks.chunk(piecewise.next++)));
+    if (spare_.empty()) {
+      Result<std::unique_ptr<cuda::Event>> event = cuda::Event::Create(device_);
+      if (!event.ok()) return event.status();
+      spare_.push_back(*std::move(event));
+    }
+    HOCCL_RETURN_IF_ERROR((*stream)->Record(*spare_.back()));
+    in_flight_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+    if (piecewise.next < piecewise.chunks.chunks()) {
+      background_.push_back(std::move(piecewise));
+    } else {
+      HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
+      HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
+      busy_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    *progress = true;
+  }
+  return {};
+}
+
+}  // namespace hoccl

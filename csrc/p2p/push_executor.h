@@ -1,0 +1,92 @@
+// Runs the flows out of one CUDA device that its stream does not run itself: once both ends are ready, its copy engines push the bytes
+// straight into the receiver's memory and set the flags that let both programs go on. Background pushes go chunk by chunk, and only while
+// no foreground push of the device is on its way.
+#ifndef HOCCL_P2P_PUSH_EXECUTOR_H_
+#define HOCCL_P2P_PUSH_EXECUTOR_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/base/strided_copy.h"
+#include "csrc/device/copy.h"
+#include "csrc/device/cuda/context.h"
+#include "csrc/device/cuda/stream.h"
+
+namespace hoccl {
+
+// A flag that the host looks at. Cyclic, as cuda::FlagValue.
+struct HostFlag {
+  const uint32_t* word = nullptr;
+  uint32_t value = 0;
+
+  bool Reached() const {
+    return static_cast<int32_t>(std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire) - value) >= 0;
+  }
+};
+
+struct Push {
+  CUdeviceptr dst = 0;
+  CUdeviceptr src = 0;
+  StridedCopy copy;
+  int64_t receiver = 0;  // each has a copy stream of its own, since one busy with one receiver should not keep another waiting
+  bool background = false;
+  HostFlag sender_ready;
+  HostFlag receiver_ready;
+  cuda::FlagValue arrived;   // set once the bytes are there
+  cuda::FlagValue departed;  // and the source is free
+  HostFlag departed_seen;    // the same flag
+};
+
+class PushExecutor {
+ public:
+  PushExecutor(const cuda::CudaDevice& device, int64_t chunk_bytes) : device_(device), chunk_bytes_(chunk_bytes) {}
+  ~PushExecutor();  // waits for what the copy engines have been given
+
+  // From any thread.
+  void Submit(const Push& push);
+
+  // Gives the copy engines whatever is ready, without waiting for it. By one thread, again and again while HasWork(). Sets *progress if
+  // anything was started. An error is the device's: nothing will go on.
+  Status Step(bool* progress);
+  bool HasWork();
+
+  // Forgets what has not been started.
+  void Clear();
+
+ private:
+  // A background push on its way.
+  struct Piecewise {
+    Push push;
+    ChunkedCopy chunks;
+    int64_t next = 0;
+  };
+
+  Result<cuda::CopyStream*> StreamTo(int64_t receiver, bool background);
+  Status Start(const Push& push);
+  Status StepBackground(bool* progress);
+
+  const cuda::CudaDevice& device_;
+  const int64_t chunk_bytes_;
+  std::map<std::pair<int64_t, bool>, std::unique_ptr<cuda::CopyStream>> streams_;  // by receiver and priority; of the stepping thread alone
+
+  std::mutex mutex_;
+  std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival
+
+  // Of the stepping thread alone, but for their sizes.
+  std::vector<Push> taken_;
+  std::vector<HostFlag> foreground_;                     // on their way
+  std::deque<Piecewise> background_;                     // ready, in turns
+  std::vector<std::unique_ptr<cuda::Event>> in_flight_;  // background chunks, oldest first
+  std::vector<std::unique_ptr<cuda::Event>> spare_;
+  std::atomic<size_t> busy_ = 0;
+};
+
+}  // namespace hoccl
+
+#endif  // HOCCL_P2P_PUSH_EXECUTOR_H_

@@ -1,0 +1,112 @@
+// What goes wrong between CUDA devices: errors that name the ranks, and no stream that waits for ever.
+#include <string>
+#include <vector>
+
+#include "tests/unit/cuda_exchange_test_support.h"
+
+namespace hoccl {
+namespace {
+
+class CudaExchangeFailureTest : public cuda::CudaTest {
+ protected:
+  // What a failed exchange leaves to its streams stays for good.
+  void TearDown() override {
+    if (OnFake()) Fake().fakeCudaReset();
+  }
+
+  // Waits until rank's exchange has failed and its stream has been let go.
+  Status FailureOf(CudaJob& job, int rank) {
+    EXPECT_TRUE(cuda::Eventually([&] { return !job.failure(rank).ok(); })) << "rank " << rank << " did not fail";
+    EXPECT_TRUE(cuda::Eventually([&] { return Must(job.stream(rank).Done()); })) << "the stream of rank " << rank << " still waits";
+    return job.failure(rank);
+  }
+};
+
+void ExpectContains(const Status& status, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts) EXPECT_NE(status.message().find(part), std::string::npos) << part << " in " << status.ToString();
+}
+
+TEST_F(CudaExchangeFailureTest, ARankThatDoesNotComeIsNamedOnAllRanks) {
+  CudaJob job(driver(), 3, 1, {.timeout = std::chrono::milliseconds(300)});
+  const auto call = MakeCall(AllGather(100), {{0, 1, 2}}, 1);
+  ASSERT_OK(job.Post(call, 0, 5));
+  ASSERT_OK(job.Post(call, 1, 5));
+  for (int rank : {0, 1}) {
+    const Status failure = FailureOf(job, rank);
+    EXPECT_EQ(failure.code(), Code::kDeadlineExceeded);
+    ExpectContains(failure,
+                   {"all_gather", "communicator {0, 1, 2}", "run 5", "HOCCL_TIMEOUT_S", "rank 2 (device 2, process 2) has not come"});
+  }
+  // Later calls say so at once, also where the failure was only heard of.
+  ExpectContains(job.Post(call, 0, 6), {"has not come"});
+  ExpectContains(FailureOf(job, 2), {"told by process"});
+  ExpectContains(job.Post(call, 2, 5), {"has not come"});
+}
+
+TEST_F(CudaExchangeFailureTest, RanksThatDisagreeGetAnError) {
+  CudaJob job(driver(), 2, 1);
+  ASSERT_OK(job.Post(MakeCall(AllGather(100), {{0, 1}}, 1), 0, 1));
+  // Either process may be the first to see both posts, and tells the other.
+  const Status posted = job.Post(MakeCall(AllGather(101), {{0, 1}}, 1), 1, 1);
+  EXPECT_TRUE(posted.ok() || posted.code() == Code::kInvalidArgument) << posted.ToString();
+  for (int rank : {0, 1}) ExpectContains(FailureOf(job, rank), {"ranks disagree", "int32[101]", "int32[100]", "brought"});
+}
+
+TEST_F(CudaExchangeFailureTest, AProcessThatLeavesIsMissedByThoseWhoWaitForIt) {
+  CudaJob job(driver(), 2, 1, {.timeout = std::chrono::seconds(20)});
+  const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
+  RunAndCheck(job, call, 1, {0, 1});
+  ASSERT_OK(job.Post(call, 0, 2));
+  job.Stop(1);
+  const Status failure = FailureOf(job, 0);
+  EXPECT_EQ(failure.code(), Code::kUnavailable);
+  ExpectContains(failure, {"process 1 has left"});
+}
+
+TEST_F(CudaExchangeFailureTest, CallsWithoutTheLostGoOn) {
+  CudaJob job(driver(), 3, 1);
+  const auto all = MakeCall(AllGather(100), {{0, 1, 2}}, 1);
+  RunAndCheck(job, all, 1, {0, 1, 2});
+  job.Stop(2);
+  const auto two = MakeCall(AllGather(100), {{0, 1}}, 2);
+  RunAndCheck(job, two, 1, {0, 1});
+  EXPECT_TRUE(cuda::Eventually([&] { return !job.Post(all, 0, 2).ok(); }));
+  ExpectContains(job.Post(all, 0, 2), {"process 2 has left"});
+}
+
+class FakeCudaExchangeFailureTest : public CudaExchangeFailureTest {
+ protected:
+  void SetUp() override {
+    if (!OnFake()) GTEST_SKIP() << "needs the fake driver";
+    CudaExchangeFailureTest::SetUp();
+  }
+};
+
+TEST_F(FakeCudaExchangeFailureTest, AFailedCopyIsReported) {
+  CudaJob job(driver(), 2, 1, {.in_stream_bytes = 0});
+  const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
+  RunAndCheck(job, call, 1, {0, 1});
+  Fake().fakeCudaFail("cuMemcpyAsync", CUDA_ERROR_INVALID_VALUE, 2, 1);  // the own slices are copied before
+  ASSERT_OK(job.Post(call, 0, 2));
+  ASSERT_OK(job.Post(call, 1, 2));
+  for (int rank : {0, 1}) {
+    EXPECT_TRUE(cuda::Eventually([&] { return !job.failure(rank).ok(); }));
+    ExpectContains(job.failure(rank), {"cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE"});
+    EXPECT_TRUE(cuda::Eventually([&] { return Must(job.stream(rank).Done()); }));
+  }
+}
+
+TEST_F(FakeCudaExchangeFailureTest, ACallThatCannotBeEnqueuedIsAnErrorAtOnce) {
+  for (const char* point : {"cuStreamBatchMemOp", "cuMemcpyAsync"}) {
+    SCOPED_TRACE(point);
+    CudaJob job(driver(), 2, 1);
+    const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
+    RunAndCheck(job, call, 1, {0, 1});
+    Fake().fakeCudaFail(point, CUDA_ERROR_INVALID_VALUE, 0, 1);
+    ExpectContains(job.Post(call, 0, 2), {point, "CUDA_ERROR_INVALID_VALUE"});
+    Fake().fakeCudaReset();
+  }
+}
+
+}  // namespace
+}  // namespace hoccl

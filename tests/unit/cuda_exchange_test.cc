@@ -1,0 +1,102 @@
+// Collectives between CUDA devices: every kind, in every way, gives the right bytes.
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/unit/cuda_exchange_test_support.h"
+
+namespace hoccl {
+namespace {
+
+std::vector<std::shared_ptr<const Call>> SomeCalls(int ranks, Priority priority) {
+  std::vector<int64_t> all;
+  std::vector<std::pair<int, int>> ring;
+  for (int rank = 0; rank < ranks; ++rank) {
+    all.push_back(rank);
+    ring.emplace_back(rank, (rank + 1) % ranks);
+  }
+  const std::vector<Operation> operations = {
+      {.kind = Kind::kAllGather, .dtype = "int32", .item_bytes = 4, .shape = {1000}, .concat_axis = 0},
+      {.kind = Kind::kAllGather, .dtype = "int32", .item_bytes = 4, .shape = {7, 9, 5}, .concat_axis = 1},
+      {.kind = Kind::kAllToAll, .dtype = "int8", .item_bytes = 1, .shape = {4, 3 * ranks, 17}, .split_axis = 1, .concat_axis = 2},
+      {.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {50'000}, .pairs = ring},
+      {.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {10}, .pairs = {{0, ranks - 1}}},  // others get zeros
+      {.kind = Kind::kPbroadcast, .dtype = "int32", .item_bytes = 4, .shape = {300}, .pairs = {{1, 0}, {1, 1}}},
+  };
+  std::vector<std::shared_ptr<const Call>> calls;
+  for (Operation operation : operations) {
+    operation.priority = priority;
+    calls.push_back(MakeCall(operation, {all}, static_cast<int64_t>(calls.size()) + (priority == Priority::kBackground ? 100 : 0)));
+  }
+  return calls;
+}
+
+struct Form {
+  int processes;
+  int each;
+};
+
+class CudaExchangeTest : public cuda::CudaTest, public testing::WithParamInterface<Form> {};
+
+INSTANTIATE_TEST_SUITE_P(Jobs, CudaExchangeTest, testing::Values(Form{2, 1}, Form{1, 2}, Form{2, 2}, Form{3, 1}),
+                         [](const auto& info) { return std::to_string(info.param.processes) + "x" + std::to_string(info.param.each); });
+
+TEST_P(CudaExchangeTest, EveryKindInEveryWayGivesTheRightBytes) {
+  if (!OnFake() && GetParam().each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
+  for (const int64_t in_stream_bytes : {int64_t{1} << 40, int64_t{0}}) {
+    CudaJob job(driver(), GetParam().processes, GetParam().each, {.dma_chunk_bytes = 4096, .in_stream_bytes = in_stream_bytes});
+    std::vector<int> order(job.size());
+    std::vector<int> backwards(job.size());
+    for (int rank = 0; rank < job.size(); ++rank) order[rank] = backwards[job.size() - 1 - rank] = rank;
+    for (const Priority priority : {Priority::kForeground, Priority::kBackground}) {
+      for (const auto& call : SomeCalls(job.size(), priority)) {
+        for (int64_t run = 1; run < 4; ++run) RunAndCheck(job, call, run, run % 2 == 0 ? order : backwards);
+      }
+    }
+    // The last one to post finds the others' posts.
+    if (in_stream_bytes > 0) {
+      EXPECT_GT(job.Statistic("pushes/in_stream"), 0);
+    } else {
+      EXPECT_EQ(job.Statistic("pushes/in_stream"), 0);
+    }
+    EXPECT_GT(job.Statistic("pushes/proxy"), 0);
+    EXPECT_EQ(job.Statistic("failures"), 0);
+  }
+}
+
+TEST_P(CudaExchangeTest, ManyCallsMayBeInTheStreamsAtATime) {
+  if (!OnFake() && GetParam().each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
+  CudaJob job(driver(), GetParam().processes, GetParam().each);
+  const auto calls = SomeCalls(job.size(), Priority::kForeground);
+  std::mt19937 random(7);
+  // Ranks run ahead of each other by up to 40 calls.
+  std::vector<int> next(job.size());
+  std::vector<int> program;
+  for (int i = 0; i < 200; ++i) program.push_back(static_cast<int>(random() % calls.size()));
+  for (int left = job.size() * 200; left > 0;) {
+    const int rank = static_cast<int>(random() % static_cast<uint32_t>(job.size()));
+    const int last = *std::min_element(next.begin(), next.end());
+    for (int i = 0; i < 20 && next[rank] < 200 && next[rank] < last + 40; ++i, --left) {
+      // Each call twice in one run, as in a loop.
+      ASSERT_OK(job.Post(calls[program[next[rank] / 2]], rank, 10 + next[rank] / 2));
+      ++next[rank];
+    }
+  }
+  for (int rank = 0; rank < job.size(); ++rank) {
+    ASSERT_OK(job.stream(rank).Synchronize());
+    ASSERT_OK(job.failure(rank));
+  }
+}
+
+class FakeCudaExchangeTest : public cuda::FakeCudaTest {};
+
+TEST_F(FakeCudaExchangeTest, SlowImportsOnlyDelayTheFirstCall) {
+  Fake().fakeCudaDelay("cuMemImportFromShareableHandle", 20'000);
+  CudaJob job(driver(), 2, 1);
+  const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
+  for (int64_t run = 1; run < 4; ++run) RunAndCheck(job, call, run, {0, 1});
+}
+
+}  // namespace
+}  // namespace hoccl

@@ -1,0 +1,147 @@
+// Jobs of CUDA devices without XLA: each rank is a device, its stream and its buffers; each process a World.
+#ifndef HOCCL_TESTS_UNIT_CUDA_EXCHANGE_TEST_SUPPORT_H_
+#define HOCCL_TESTS_UNIT_CUDA_EXCHANGE_TEST_SUPPORT_H_
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/comm/world.h"
+#include "csrc/sched/flow.h"
+#include "tests/unit/cuda_test_support.h"
+#include "tests/unit/engine_test_support.h"
+
+namespace hoccl {
+
+using cuda::Bytes;
+using cuda::CudaDevice;
+using cuda::DeviceMemory;
+using cuda::DriverPath;
+using cuda::Fake;
+using cuda::Load;
+using cuda::Must;
+using cuda::OnFake;
+using cuda::Pattern;
+using cuda::ProgramStream;
+using cuda::Store;
+
+inline constexpr size_t kBufferBytes = 1 << 20;
+
+// A job of `processes` worlds with `each` ranks. Rank r is device r of the job; its GPU is the r-th of its process, so that processes share
+// GPUs.
+class CudaJob {
+ public:
+  CudaJob(const cuda::Driver& driver, int processes, int each, WorldOptions options = {}) : each_(each) {
+    options.cuda_driver = DriverPath();
+    for (int process = 0; process < processes; ++process) {
+      options.process = process;
+      options.process_count = processes;
+      options.devices.clear();
+      for (int i = 0; i < each; ++i)
+        options.devices.push_back({.global_id = process * each + i, .local_ordinal = i, .platform = Platform::kCuda});
+      worlds_.push_back(Must(World::Start(options)));
+    }
+    for (auto& world : worlds_) {
+      for (auto& peer : worlds_) EXPECT_OK(world->Connect(peer->address()));
+    }
+    for (int rank = 0; rank < processes * each; ++rank) {
+      Rank& made = ranks_.emplace_back();
+      made.cuda = Must(CudaDevice::Attach(driver, rank % each));
+      made.stream = std::make_unique<ProgramStream>(*made.cuda);
+      made.operand = Must(DeviceMemory::Allocate(*made.cuda, kBufferBytes));
+      made.result = Must(DeviceMemory::Allocate(*made.cuda, kBufferBytes));
+    }
+  }
+
+  int size() const { return static_cast<int>(ranks_.size()); }
+  World& world(int rank) { return *worlds_[rank / each_]; }
+  void Stop(int process) { worlds_[process].reset(); }
+  Status failure(int rank) { return world(rank).streams()->failure(); }
+  cuda::StreamView stream(int rank) { return ranks_[rank].stream->view(); }
+  CUdeviceptr operand(int rank) { return ranks_[rank].operand->address(); }
+  CUdeviceptr result(int rank) { return ranks_[rank].result->address(); }
+  const CudaDevice& cuda(int rank) { return *ranks_[rank].cuda; }
+
+  // Bindings are kept, as an executable does.
+  Status Post(const std::shared_ptr<const Call>& call, int rank, int64_t run) {
+    auto& binding = bindings_[{call.get(), rank}];
+    if (binding == nullptr) {
+      auto bound = world(rank).BindStream(call, rank, &plans_[{call.get(), rank / each_}]);
+      if (!bound.ok()) return bound.status();
+      binding = *std::move(bound);
+      calls_.push_back(call);
+    }
+    return world(rank).streams()->Post(binding.get(), run, ranks_[rank].stream->stream(), operand(rank), result(rank));
+  }
+
+  int64_t Statistic(const std::string& wanted) {
+    int64_t sum = 0;
+    for (auto& world : worlds_) {
+      for (const auto& [name, value] : world->statistics().Read()) sum += name == wanted ? value : 0;
+    }
+    return sum;
+  }
+
+ private:
+  struct Rank {
+    std::unique_ptr<CudaDevice> cuda;
+    std::unique_ptr<ProgramStream> stream;
+    std::unique_ptr<DeviceMemory> operand;
+    std::unique_ptr<DeviceMemory> result;
+  };
+  const int each_;
+  std::vector<Rank> ranks_;
+  std::vector<std::unique_ptr<World>> worlds_;
+  std::vector<std::shared_ptr<const Call>> calls_;
+  std::map<std::pair<const Call*, int>, World::PlanCache> plans_;
+  std::map<std::pair<const Call*, int>, std::unique_ptr<StreamExchange::Binding>> bindings_;
+};
+
+inline Bytes OperandOf(const Call& call, int rank, int seed) {
+  return Pattern(static_cast<size_t>(call.operation.OperandBytes()), static_cast<uint8_t>(seed * 16 + rank + 1));
+}
+
+// What rank `rank` of `group` must get.
+inline Bytes Expected(const Call& call, const std::vector<int64_t>& group, int rank, int seed) {
+  Bytes result(static_cast<size_t>(call.operation.ResultBytes()));
+  for (const Flow& flow : call.flows) {
+    if (flow.dst != rank) continue;
+    const Bytes operand = OperandOf(call, static_cast<int>(group[flow.src]), seed);
+    const StridedCopy& copy = flow.copy;
+    for (int64_t plane = 0; plane < copy.planes; ++plane) {
+      for (int64_t row = 0; row < copy.rows; ++row) {
+        std::memcpy(&result[copy.dst_offset + plane * copy.dst_plane_pitch + row * copy.dst_row_pitch],
+                    &operand[copy.src_offset + plane * copy.src_plane_pitch + row * copy.src_row_pitch], copy.row_bytes);
+      }
+    }
+  }
+  return result;
+}
+
+// Runs the call on all ranks, posting in this order of ranks, and checks every byte of the results.
+inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, int64_t run, const std::vector<int>& order) {
+  const int seed = static_cast<int>(run % 8);
+  for (int rank : order) {
+    Store(job.cuda(rank), job.operand(rank), OperandOf(*call, rank, seed));
+    Store(job.cuda(rank), job.result(rank), Bytes(static_cast<size_t>(call->operation.ResultBytes()), 0xee));
+  }
+  for (int rank : order) ASSERT_OK(job.Post(call, rank, run));
+  for (int rank : order) {
+    ASSERT_OK(job.stream(rank).Synchronize());
+    ASSERT_OK(job.failure(rank));
+  }
+  for (const std::vector<int64_t>& group : call->groups) {
+    for (int i = 0; i < static_cast<int>(group.size()); ++i) {
+      const int rank = static_cast<int>(group[i]);
+      const Bytes wanted = Expected(*call, group, i, seed);
+      EXPECT_EQ(Load(job.cuda(rank), job.result(rank), wanted.size()), wanted) << call->operation.ToString() << " on rank " << rank;
+    }
+  }
+}
+
+}  // namespace hoccl
+
+#endif  // HOCCL_TESTS_UNIT_CUDA_EXCHANGE_TEST_SUPPORT_H_
