@@ -116,11 +116,13 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
                     x = library.all_to_all(x, "x", 0, 0, tiled=True, **more)
                 return x
 
-            def all_gather(x: jax.Array, library: Any = library, more: Any = more) -> jax.Array:
+            def all_gather(x: jax.Array, library: Any = library, more: Any = more) -> Any:
+                results = []
                 for _ in range(steps):  # the next operand depends on the last result, but is not a copy of it
                     gathered = library.all_gather(x, "x", tiled=True, **more)
-                    x, _ = jax.lax.optimization_barrier((x, gathered))
-                return x
+                    x, gathered = jax.lax.optimization_barrier((x, gathered))
+                    results.append(gathered)
+                return results
 
             for function in (ppermute, all_to_all, all_gather):
                 step = program(function)
@@ -230,19 +232,18 @@ def random_operations(seconds: float, seed: int) -> dict[str, Any]:
         "ran": ran,
         "mismatches": mismatches,
         "programs": len(programs),
-        "bytes_in_use": stats.get("bytes_in_use"),
+        "bytes_in_use": (jax.local_devices(backend="gpu")[0].memory_stats() or {}).get("bytes_in_use"),
         "stats": hoccl_jax.stats(),
     }
 
 
-def interference(size: int, gathered: int) -> dict[str, Any]:
-    """GEMMs alone, beside transfers to the other rank, and beside copies within the device of as many bytes (the same load on its memory)."""
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    a = jax.device_put(a, jax.local_devices(backend="gpu")[0])
-    ring = [(r, (r + 1) % gpu_mesh().size) for r in range(gpu_mesh().size)]
-    x = spread(1, gathered // 4)
-    weights = jax.make_array_from_callback((gpu_mesh().size * size, size), NamedSharding(gpu_mesh(), P("x")), lambda _: np.asarray(a))
-    count = 10
+def interference(size: int, count: int, moved: int, libraries: list[str]) -> dict[str, Any]:
+    """us of `count` products of size x size matrices alone, and beside one transfer of `moved` bytes that takes almost as long."""
+    mesh = gpu_mesh()
+    ring = [(r, (r + 1) % mesh.size) for r in range(mesh.size)]
+    key = jax.random.key(0)
+    weights = jax.jit(lambda: jax.random.normal(key, (mesh.size * size, size), jnp.bfloat16), out_shardings=NamedSharding(mesh, P("x")))()
+    x = jax.jit(lambda: jnp.ones((mesh.size * 1024, moved // 4096), jnp.float32), out_shardings=NamedSharding(mesh, P("x")))()
 
     def gemms(w: jax.Array) -> jax.Array:
         y = w
@@ -250,20 +251,22 @@ def interference(size: int, gathered: int) -> dict[str, Any]:
             y = (y @ w) * jnp.bfloat16(0.01)
         return y
 
-    def with_traffic(x: jax.Array, w: jax.Array) -> Any:
-        for _ in range(4):
-            x = hoccl_jax.ppermute(x, "x", ring, priority="background")
-        return x, gemms(w)
+    def jitted(function: Callable[..., Any], inputs: int) -> Any:
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(P("x"),) * inputs, out_specs=P("x")))
 
-    mesh = gpu_mesh()
-    alone = jax.jit(jax.shard_map(gemms, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
-    beside = jax.jit(jax.shard_map(with_traffic, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x")))
-    traffic = program(lambda x: with_traffic(x, jnp.zeros((1, 1), jnp.bfloat16))[0])
-    return {
-        "gemms_us": _median_us(lambda: alone(weights), count),
-        "beside_us": _median_us(lambda: beside(x, weights), count),
-        "traffic_us": _median_us(lambda: traffic(x), 4),
-    }
+    programs = {"gemms": (jitted(gemms, 1), (weights,))}
+    for name in libraries:
+        permute = LIBRARIES[name].ppermute
+        programs[f"{name} transfer"] = (jitted(lambda x, permute=permute: permute(x, "x", ring), 1), (x,))
+        both = jitted(lambda x, w, permute=permute: (permute(x, "x", ring), gemms(w)), 2)
+        programs[f"{name} both"] = (both, (x, weights))
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for i in range(4):  # in turns
+        for name, (step, arguments) in programs.items():
+            time_us = _median_us(lambda step=step, arguments=arguments: step(*arguments), 1, 5)
+            if i > 0:
+                times[name].append(time_us)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 TASKS = {f.__name__: f for f in (equivalence, chains, profile, random_operations, interference)}

@@ -109,14 +109,14 @@ class Config:
         "HOCCL_IN_STREAM_BYTES",
         1 << 40,
         _integer(0, 1 << 40),
-        "On GPUs, foreground transfers of at most so many bytes whose receiver has posted run in the sender's own stream; others through the "
-        "proxy.",
+        "On GPUs, foreground transfers of at most so many bytes whose receiver has posted run in the sender's own stream; others through "
+        "the proxy.",
     )
     patience_us: int = _setting(
         "HOCCL_PATIENCE_US",
         10,
         _integer(0, 1_000_000),
-        "On GPUs, how long the handler of a small operation looks out for its receivers' posts before it leaves the transfer to the proxy.",
+        "On GPUs, how long a foreground operation looks out for its receivers' posts before it leaves the transfer to the proxy.",
     )
     log_level: str = _setting(
         "HOCCL_LOG_LEVEL", "warning", _one_of("debug", "info", "warning", "error", "critical"), "Level of the Python logger `hoccl_jax`."

@@ -74,6 +74,10 @@ class Mailbox {
   bool Put(int sender, const StreamPost& post);
   // By the owner, one thread at a time. False if there is none.
   bool Take(int sender, StreamPost* post);
+  // From any thread of the owner.
+  bool HasMail(int sender) const {
+    return start_[sender].read.load(std::memory_order_relaxed) != start_[sender].written.load(std::memory_order_acquire);
+  }
 
  private:
   Mailbox() = default;

@@ -13,8 +13,6 @@ namespace hoccl {
 namespace {
 
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
-// Operations up to this size look out for their receivers' posts: what the executor would cost them is worth more than a few microseconds.
-constexpr int64_t kPatientBytes = 4 << 20;
 // How long a device's thread polls without a pause for pushes that can't start, and how long it then pauses.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
@@ -47,6 +45,7 @@ Result<std::unique_ptr<StreamExchange>> StreamExchange::Start(const StreamExchan
 
 StreamExchange::StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics)
     : options_(options), proxy_(proxy), statistics_(statistics), resources_(std::make_shared<Resources>()) {
+  writers_.reserve(static_cast<size_t>(options.process_count));
   for (int process = 0; process < options.process_count; ++process) peers_.push_back(std::make_unique<Peer>());
 }
 
@@ -146,6 +145,11 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
   binding->has_slots_ = true;
+  binding->post_.process = options_.process;
+  binding->post_.device = communicator.devices[rank];
+  binding->post_.signature = plan->call->signature;
+  binding->post_.slot = *slot;
+  binding->post_.SetBrought(plan->call->operation.ToString() + " over communicator " + communicator.ToString());
   binding->resources_ = resources_;
   return binding;
 }
@@ -195,6 +199,7 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream stream, CUde
 
   Execution* execution = nullptr;
   bool matched = false;
+  uint64_t seen = 0;
   {
     std::lock_guard lock(mutex_);
     HOCCL_RETURN_IF_ERROR(CanPost(plan, binding->rank_));
@@ -202,26 +207,23 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream stream, CUde
     execution->operand = operand;
     execution->result = result;
     if (binding->arrivals_ > 0) {
-      StreamPost post{.key = execution->key,
-                      .process = options_.process,
-                      .occurrence = execution->occurrence,
-                      .device = device->entry.global_id,
-                      .signature = plan.call->signature,
-                      .memory = location.key,
-                      .offset = location.offset,
-                      .address = result,
-                      .value = execution->value,
-                      .slot = execution->slot};
-      post.SetBrought(operation.ToString() + " over communicator " + plan.communicator.ToString());
+      StreamPost& post = binding->post_;
+      post.key = execution->key;
+      post.occurrence = execution->occurrence;
+      post.memory = location.key;
+      post.offset = location.offset;
+      post.address = result;
+      post.value = execution->value;
       Deliver(*binding, post, location);
     }
     TakeMail();
+    seen = accepted_;
     matched = MatchAll(device, execution);
   }
-  if (!matched && operation.OperandBytes() <= kPatientBytes && operation.priority == Priority::kForeground) {
+  if (!matched && operation.priority == Priority::kForeground) {
     const Clock::time_point until = Clock::now() + options_.patience;
     while (!matched && Clock::now() < until) {
-      Relax();
+      if (!HasNews(&seen)) continue;
       std::lock_guard lock(mutex_);
       TakeMail();
       matched = MatchAll(device, execution);
@@ -428,6 +430,7 @@ void StreamExchange::Run(Device* device) {
   prctl(PR_SET_TIMERSLACK, 1);  // pauses as short as they are meant
   Clock::time_point next_watch = Clock::now();
   Clock::time_point last_progress = next_watch;
+  uint64_t seen = 0;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     TakeMail();
@@ -443,14 +446,20 @@ void StreamExchange::Run(Device* device) {
       continue;
     }
     lock.unlock();
-    bool progress = false;
-    Status stepped = device->pushes->Step(&progress);
-    if (progress) {
-      last_progress = now;
-    } else if (now - last_progress < kPolling) {
-      Relax();
-    } else {
-      std::this_thread::sleep_for(kPause);
+    Status stepped;
+    // Handlers want the mutex too, so it is left alone while there is no need for it.
+    for (Clock::time_point time = now; stepped.ok() && time < next_watch && !HasNews(&seen); time = Clock::now()) {
+      bool progress = false;
+      stepped = device->pushes->Step(&progress);
+      if (progress) {
+        last_progress = time;
+      } else if (device->waiting == 0 && !device->pushes->HasWork()) {
+        break;
+      } else if (time - last_progress < kPolling) {
+        Relax();
+      } else {
+        std::this_thread::sleep_for(kPause);
+      }
     }
     lock.lock();
     if (!stepped.ok()) {

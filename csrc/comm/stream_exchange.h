@@ -107,6 +107,7 @@ class StreamExchange : public ProxyListener {
   void Deliver(const Binding& binding, const StreamPost& post, const cuda::ExportCache::Location& location);
   void SendMail(int process, const StreamPost& post);
   void TakeMail();
+  bool HasNews(uint64_t* seen) const;  // without the mutex: has anything been posted since?
   void Accept(const StreamPost& post);
   bool MatchAll(Device* device, Execution* execution);
   void Await(Device* device, Execution* execution);
@@ -136,7 +137,9 @@ class StreamExchange : public ProxyListener {
   std::condition_variable peers_changed_;
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by process
-  std::vector<int> writers_;                  // processes whose mail is looked for
+  std::vector<int> writers_;                  // processes whose mail is looked for; never moves
+  std::atomic<size_t> writer_count_ = 0;
+  std::atomic<uint64_t> accepted_ = 0;  // posts
   std::unordered_map<PostKey, KnownPost, PostKeyHash> posts_;
   std::unordered_map<PostKey, std::vector<Waiting>, PostKeyHash> waiting_;  // for these posts
   std::map<std::pair<int, uint64_t>, std::vector<std::pair<Waiting, StreamPost>>>
@@ -171,6 +174,7 @@ class StreamExchange::Binding {
   std::vector<int> own_;      // flows that stay on the device
   std::vector<int> sources_;  // processes that send to this rank
   uint32_t arrivals_ = 0;
+  StreamPost post_;  // what all executions have in common
   std::weak_ptr<Resources> resources_;
   uint32_t slot_ = 0;  // of flags: ready, then arrivals, then departures
   bool has_slots_ = false;

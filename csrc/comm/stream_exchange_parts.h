@@ -26,7 +26,7 @@ struct StreamExchange::Device {
   std::unique_ptr<PushExecutor> pushes;
   std::set<uint64_t> reachable;  // of own_memory_, what belongs to other devices and this one may use
   std::deque<std::unique_ptr<Execution>> executions;
-  int waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
+  std::atomic<int> waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
   std::condition_variable wake;
   std::thread thread;
 };

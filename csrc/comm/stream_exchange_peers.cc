@@ -50,6 +50,7 @@ void StreamExchange::OnMessage(int process, const Message& message, UniqueFd fd)
     if (status.ok() && (*mailbox)->senders() < options_.process_count) status = InvalidArgument("its mailbox is too small");
     if (status.ok()) peer.mailbox = *std::move(mailbox);
     writers_.push_back(process);
+    writer_count_.store(writers_.size(), std::memory_order_release);
   } else if (message.type == MessageType::kMemory && message.text_bytes == sizeof(cuda::MemoryHandle)) {
     cuda::MemoryHandle handle;
     std::memcpy(&handle, message.text, sizeof(handle));
@@ -139,8 +140,17 @@ void StreamExchange::TakeMail() {
   }
 }
 
+bool StreamExchange::HasNews(uint64_t* seen) const {
+  const uint64_t accepted = accepted_.load(std::memory_order_acquire);
+  bool news = std::exchange(*seen, accepted) != accepted;
+  const size_t count = writer_count_.load(std::memory_order_acquire);
+  for (size_t i = 0; i < count && !news; ++i) news = mailbox_->HasMail(writers_.data()[i]);
+  return news;
+}
+
 void StreamExchange::Accept(const StreamPost& post) {
   if (failed_) return;
+  accepted_.fetch_add(1, std::memory_order_release);
   KnownPost& known = posts_[post.key];
   known = {.post = post};
   const auto found = waiting_.find(post.key);
