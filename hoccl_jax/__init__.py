@@ -3,7 +3,16 @@
 from importlib import metadata as _metadata
 
 from hoccl_jax.collectives import all_gather, all_to_all, pbroadcast, ppermute, precv, psend, pshuffle
-from hoccl_jax.futures import prefetch_barrier
+from hoccl_jax.futures import (
+    Future,
+    all_gather_start,
+    all_to_all_start,
+    overlap,
+    pbroadcast_start,
+    ppermute_start,
+    prefetch_barrier,
+    pshuffle_start,
+)
 from hoccl_jax.lax_override import override_lax
 from hoccl_jax.partitioning import reshard
 from hoccl_jax.runtime import check_errors, init, reset_stats, shutdown, stats, topology
@@ -14,17 +23,24 @@ except _metadata.PackageNotFoundError:  # run from a source tree that isn't inst
     __version__ = "0+source"
 
 __all__ = [
+    "Future",
     "all_gather",
+    "all_gather_start",
     "all_to_all",
+    "all_to_all_start",
     "check_errors",
     "init",
+    "overlap",
     "override_lax",
     "pbroadcast",
+    "pbroadcast_start",
     "ppermute",
+    "ppermute_start",
     "precv",
     "prefetch_barrier",
     "psend",
     "pshuffle",
+    "pshuffle_start",
     "reset_stats",
     "reshard",
     "shutdown",

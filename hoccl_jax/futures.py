@@ -1,13 +1,247 @@
-"""Order between transfers and computation: the barrier that bounds how far ahead a transfer starts."""
+"""Transfers in two halves, and order between transfers and computation.
+
+A `*_start` function begins what its namesake does and returns a `Future`; `.done()` gives the result. What the program computes in between
+runs beside the transfer:
+
+    future = hoccl_jax.ppermute_start(x, "stage", perm)
+    received, y = hoccl_jax.overlap(future, layer, x, parameters)
+
+Plain collectives overlap as well where XLA sees that it pays (see `hoccl_jax.collectives`); here the program says where.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
+from jax import lax
+from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.lax import parallel
 from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import Primitive
+
+from hoccl_jax import primitives
+from hoccl_jax.collectives import AxisName, Priority, checked_options
+from hoccl_jax.config import Config
+from hoccl_jax.future_primitives import HALVES
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function of jax.lax with its arguments after the operand."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    options: primitives.Options
+
+    def __call__(self, operand: Any) -> Any:
+        return self.function(operand, *self.arguments, **dict(self.keywords))
+
+
+class _Captured(Exception):
+    """Leaves a function of jax.lax at its collective."""
+
+
+class _Capture(core.Trace):
+    """While it is the current trace, binding a collective of jax.lax starts ours, and leaves the function that does it."""
+
+    def __init__(self, around: core.Trace, options: primitives.Options):
+        super().__init__()
+        self._around = around
+        self._options = options
+        self.halves: tuple[Any, ...] = ()
+
+    def process_primitive(self, primitive: Primitive, tracers: Any, params: dict[str, Any], /) -> Any:
+        with core.set_current_trace(self._around):
+            if primitive not in HALVES:
+                return primitive.bind(*tracers, **params)
+            (operand,) = tracers
+            # The engine keeps elements narrower than a byte in bytes. Converting here, not in the lowering: start and done need one buffer.
+            operand = lax.convert_element_type(operand, primitives.carrier(operand.dtype))
+            self.halves = tuple(HALVES[primitive].start.bind(operand, options=self._options, **params))
+        raise _Captured
+
+
+class _Resume(core.Trace):
+    """While it is the current trace, the collective of jax.lax gives what done gives."""
+
+    def __init__(self, around: core.Trace, options: primitives.Options, halves: tuple[Any, ...], dtype: Any):
+        super().__init__()
+        self._around = around
+        self._options = options
+        self._halves = halves
+        self._dtype = dtype
+
+    def process_primitive(self, primitive: Primitive, tracers: Any, params: dict[str, Any], /) -> Any:
+        with core.set_current_trace(self._around):
+            if primitive not in HALVES:
+                return primitive.bind(*tracers, **params)
+            result = HALVES[primitive].done.bind(*self._halves, options=self._options, **params)
+            return lax.convert_element_type(result, self._dtype)
+
+
+@jax.tree_util.register_pytree_node_class
+class Future:
+    """A transfer on its way. Made by the `*_start` functions.
+
+    `done()` must be called exactly once, in the function that called the start: XLA knows nothing of the transfer, and whatever makes it
+    copy or free the buffers in between breaks it. So a future may not be returned from `jax.jit`, nor be an argument of one, nor be carried
+    through `scan`, `while_loop`, `fori_loop` or `cond`. It may be made and used inside any of these, and inside `jax.checkpoint`,
+    `jax.grad` and `jax.vmap`. Where a future goes wrong is mostly found when the program is compiled, in any case when it runs:
+
+    - one that comes from another compiled function: ValueError at compilation;
+    - one that is used twice: ValueError at tracing or compilation, or an error of the program;
+    - one that is dropped, or leaves the program: an error of the program, before anything is sent (or nothing at all, where JAX removes the
+      start because nothing uses it);
+    - one whose buffer XLA has copied: an error of the program.
+
+    An error of another part of the program between start and done, such as an exception in a callback, frees buffers under a transfer that
+    runs; hoccl_jax's own errors wait for it.
+
+    Differentiation turns done into a start and start into a done, so that transfers of cotangents overlap as well. (The transposes of
+    gathers and broadcasts are reductions of jax.lax, as a whole.)
+
+    A future is a pytree of arrays, so that `jax.lax.optimization_barrier` and `overlap` can order it. Its leaves are of no other use.
+    """
+
+    def __init__(self, call: _Call, pending: Sequence[tuple[Any, ...]], types: Sequence[Any], structure: Any):
+        self._call = call
+        self._pending = tuple(pending)  # for each leaf of the operand the halves, or, where nothing was started, the result alone
+        self._types = tuple(types)  # of the leaves
+        self._structure = structure
+        self._used = False
+
+    def done(self) -> Any:
+        """The result, of the shapes and types that the namesake of the start function gives.
+
+        Raises:
+          ValueError: the future has been used already.
+        """
+        self._use()
+        leaves = [_done(self._call, halves, aval) for halves, aval in zip(self._pending, self._types, strict=True)]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _use(self) -> None:
+        if self._used:
+            raise ValueError(f"the future of {self._call.function.__name__} has been used already: call done(), or overlap(), once")
+        self._used = True
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return self._pending, (self._call, self._types, self._structure)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, pending: Any) -> Future:
+        call, types, structure = static
+        return cls(call, pending, types, structure)
+
+
+def _start(function: Callable[..., Any], priority: str, operand: Any, *arguments: Any, **keywords: Any) -> Future:
+    options = checked_options(priority, None)
+    call = _Call(function, _frozen(arguments), tuple((name, _frozen(value)) for name, value in keywords.items()), options)
+    leaves, structure = jax.tree.flatten(operand)
+    types = [core.typeof(leaf) for leaf in leaves]
+    for leaf in types:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise NotImplementedError(f"{function.__name__}_start of {leaf.str_short()}: keys have no halves; use {function.__name__}")
+    disabled = Config.from_env().disable
+    return Future(call, [(call(leaf),) if disabled else _begin(call, leaf) for leaf in leaves], types, structure)
+
+
+def _begin(call: _Call, leaf: Any) -> tuple[Any, ...]:
+    with core.take_current_trace() as around:
+        capture = _Capture(around, call.options)
+        try:
+            with core.set_current_trace(capture):
+                return (call(leaf),)  # there was no collective
+        except _Captured:
+            return capture.halves
+
+
+def _done(call: _Call, halves: tuple[Any, ...], aval: Any) -> Any:
+    if len(halves) == 1:
+        return halves[0]
+    # What the function does before its collective goes to waste, so that any operand of the right type will do.
+    operand = lax.full(aval.shape, 0, aval.dtype)
+    varying = tuple(aval.mat.varying)
+    operand = lax.pcast(operand, varying, to="varying") if varying else operand
+    with core.take_current_trace() as around, core.set_current_trace(_Resume(around, call.options, halves, aval.dtype)):
+        return call(operand)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, in which permutations and groups may be given, as tuples, so that equal calls compare equal."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def overlap(future: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """Computes `function(*arguments)` while the future's transfer is on its way.
+
+    The transfer starts before anything that needs `arguments` (which should therefore be all that the function computes with), and is
+    awaited when the function's results are there. In the backward pass, the transfer of the cotangents is ordered around the
+    function's gradient in the same way.
+
+    Args:
+      future: from a `*_start` function, or a pytree of such futures; this is their one use.
+      function: any function of arrays.
+      arguments: pytrees of arrays.
+
+    Returns:
+      (the result of the transfer, or a pytree of results; the result of the function).
+    """
+    futures, structure = jax.tree.flatten(future, is_leaf=lambda node: isinstance(node, Future))
+    for each in futures:
+        each._use()
+    futures, arguments = barrier((futures, arguments))
+    computed = function(*arguments)
+    futures, computed = barrier((futures, computed))
+    return jax.tree.unflatten(structure, [each.done() for each in futures]), computed
+
+
+def all_gather_start(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: Literal["varying", "reduced", "invarying"] = "varying",
+    priority: Priority = "foreground",
+) -> Future:
+    """Begins an `all_gather`, whose arguments it takes. Its gradient is reduced by jax.lax.psum_scatter, after what came before done."""
+    return _start(lax.all_gather, priority, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
+
+
+def all_to_all_start(
+    x: Any,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    tiled: bool = False,
+    priority: Priority = "foreground",
+) -> Future:
+    """Begins an `all_to_all`, whose arguments it takes."""
+    return _start(lax.all_to_all, priority, x, axis_name, split_axis, concat_axis, axis_index_groups=axis_index_groups, tiled=tiled)
+
+
+def ppermute_start(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Future:
+    """Begins a `ppermute`, whose arguments it takes."""
+    return _start(lax.ppermute, priority, x, axis_name, perm)
+
+
+def pshuffle_start(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority: Priority = "foreground") -> Future:
+    """Begins a `pshuffle`, whose arguments it takes."""
+    return _start(lax.pshuffle, priority, x, axis_name, perm)
+
+
+def pbroadcast_start(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground") -> Future:
+    """Begins a `pbroadcast`, whose arguments it takes. Its gradient is reduced by jax.lax.psum, after what came before done."""
+    return _start(parallel.pbroadcast, priority, x, axis_name, source)
 
 
 def prefetch_barrier(operands: Any, after: Any) -> tuple[Any, Any]:

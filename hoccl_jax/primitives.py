@@ -146,7 +146,7 @@ def _define(collective: Collective) -> Primitive:
     primitive.def_impl(lambda *args, options, **params: twin.impl(*args, **params))
     primitive.def_effectful_abstract_eval(lambda *avals, options, **params: twin.abstract_eval(*avals, **params))
     if collective.differentiable:
-        ad.deflinear2(primitive, partial(_transpose, collective))
+        ad.deflinear2(primitive, partial(transpose, collective))
     batching.fancy_primitive_batchers[primitive] = partial(_batch, collective)
     for platform in PLATFORMS:
         # Not cacheable: two equal calls are two call sites.
@@ -159,7 +159,7 @@ def _define(collective: Collective) -> Primitive:
 # test_beyond_lax.py has an example of each.
 
 
-def _transpose(collective: Collective, cotangent: Any, operand: Any, *, options: Options, **params: Any) -> Any:
+def transpose(collective: Collective, cotangent: Any, operand: Any, *, options: Options, **params: Any) -> Any:
     twin, axis_name = collective.twin, params["axis_name"]
     if twin is parallel.all_gather_p:
         # Tiled in any case: the untiled psum_scatter can't be vmapped over a later dimension.
@@ -208,29 +208,35 @@ def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, options: Options, **p
 
 def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, options: Options, **params: Any) -> Any:
     """Emits the custom call, or nothing but data where nothing moves."""
+    (given,), (wanted,) = ctx.avals_in, ctx.avals_out
+    attributes = call_attributes(collective, ctx, given, wanted, options, params)
+    if attributes is None:
+        return [without_moving(collective, ctx, operand, wanted, params)]
+    if platform == "cuda" and options.overlap and not collective.one_sided:
+        return [_beside(ctx, operand, STREAMS[options.priority], lambda inner: _call(ctx, inner, attributes))]
+    return [_call(ctx, operand, attributes)]
+
+
+def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, options: Options, params: Params) -> Params | None:
+    """The attributes of the custom call, which docs/design.md explains; None where nothing moves. Takes the call's number."""
     runtime.register_targets()
-    context = ctx.module_context.axis_context
-    groups = parallel._replica_groups(context, params["axis_name"], params.get("axis_index_groups"))
+    groups = _groups(ctx, params)
     if any(len(group) != len(groups[0]) for group in groups):
         raise ValueError(f"{collective.kind}: groups must be of one size, got {[len(group) for group in groups]}")
-    (given,), (wanted,) = ctx.avals_in, ctx.avals_out
     data = wanted if collective.kind == "recv" else given
     if not core.is_constant_shape(data.shape):
         raise NotImplementedError(f"{collective.kind}: symbolic shapes, got {data.shape}")
+    if not moves(collective, ctx, data, params):
+        return None
     physical = core.physical_aval(data)
     form = collective.form(ctx, groups, physical.shape, params)
-    if physical.size == 0 or (collective.has_pairs and not form.pairs):
-        return [_nothing(ctx, wanted)]
-    if len(groups[0]) == 1 and not collective.one_sided:
-        return [hlo.reshape(mlir.aval_to_ir_type(ctx.module_context, wanted), operand)]
-
     attributes = {
         "kind": collective.kind,
         "module": _module_name(ctx),
-        "groups": _device_ids(context.mesh, groups).reshape(-1),
+        "groups": _device_ids(ctx.module_context.axis_context.mesh, groups).reshape(-1),
         "group_size": len(groups[0]),
         "dtype": str(data.dtype),
-        "itemsize": _carrier(physical.dtype).itemsize,
+        "itemsize": carrier(physical.dtype).itemsize,
         "shape": np.array(form.shape, np.int64),
         "split_axis": form.split_axis,
         "concat_axis": form.concat_axis,
@@ -238,9 +244,17 @@ def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, opti
         "priority": PRIORITIES[options.priority],
     }
     attributes["site"] = _site(collective, ctx, attributes)
-    if platform == "cuda" and options.overlap and not collective.one_sided:
-        return [_beside(ctx, operand, STREAMS[options.priority], lambda inner: _call(ctx, inner, attributes))]
-    return [_call(ctx, operand, attributes)]
+    return attributes
+
+
+def moves(collective: Collective, ctx: Any, data: Any, params: Params) -> bool:
+    """Is there anything to move from one rank to another?"""
+    alone = len(_groups(ctx, params)[0]) == 1 and not collective.one_sided
+    return not alone and data.size > 0 and bool(params.get("perm", True))
+
+
+def _groups(ctx: Any, params: Params) -> Groups:
+    return parallel._replica_groups(ctx.module_context.axis_context, params["axis_name"], params.get("axis_index_groups"))
 
 
 STREAMS = {"foreground": "1", "background": "2"}
@@ -273,7 +287,7 @@ def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
         if aval is core.abstract_token:
             return aval
         aval = core.physical_aval(aval)
-        return aval.update(dtype=_carrier(aval.dtype))
+        return aval.update(dtype=carrier(aval.dtype))
 
     (given,), (wanted,) = ctx.avals_in, ctx.avals_out
     inner = ctx.replace(avals_in=[carried(given)], avals_out=[carried(wanted)])
@@ -286,7 +300,7 @@ def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
     return _convert(ctx, result, carried(wanted), wanted)
 
 
-def _carrier(dtype: np.dtype) -> np.dtype:
+def carrier(dtype: np.dtype) -> np.dtype:
     """The type in which `dtype` lies in the engine's buffers: of at least a byte, and able to hold each value of `dtype` exactly."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
@@ -303,11 +317,13 @@ def _convert(ctx: Any, value: Any, given: Any, wanted: Any) -> Any:
     return result
 
 
-def _nothing(ctx: Any, wanted: Any) -> Any:
-    """The result of an operation that moves no byte."""
+def without_moving(collective: Collective, ctx: Any, operand: Any, wanted: Any, params: Params) -> Any:
+    """The result of an operation that moves no byte: the operand of the only rank, or zeros."""
     if wanted is core.abstract_token:
         return hlo.create_token()
-    return mlir.full_like_aval(ctx, 0, core.physical_aval(wanted))
+    if collective.one_sided or wanted.size == 0 or not params.get("perm", True):
+        return mlir.full_like_aval(ctx, 0, core.physical_aval(wanted))
+    return hlo.reshape(mlir.aval_to_ir_type(ctx.module_context, wanted), operand)
 
 
 def _module_name(ctx: Any) -> str:

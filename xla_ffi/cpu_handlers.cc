@@ -7,6 +7,7 @@
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/bound_call.h"
 #include "xla_ffi/call_attributes.h"
+#include "xla_ffi/cpu_completion.h"
 #include "xla_ffi/current_world.h"
 
 namespace hoccl {
@@ -29,51 +30,20 @@ ffi::ErrorOr<std::unique_ptr<CpuState>> Instantiate(ffi::Dictionary attributes) 
   return std::make_unique<CpuState>(*std::move(call));
 }
 
-// Resolves the future that XLA:CPU waits for. XLA's futures live on the heap anyway; this is the engine's end of one.
-struct PendingPromise {
-  ffi::Promise promise;
-
-  static void Complete(void* context, Status status) {
-    std::unique_ptr<PendingPromise> pending(static_cast<PendingPromise*>(context));
-    if (status.ok()) {
-      pending->promise.SetAvailable();
-    } else {
-      pending->promise.SetError(ToFfiError(status));
-    }
-  }
-};
-
-ffi::Future Failed(const Status& status) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(ToFfiError(status));
-  return future;
-}
-
-// A send's result and a recv's operand are tokens, which have no bytes.
-std::byte* BytesOf(const ffi::AnyBuffer& buffer) {
-  return buffer.element_type() == ffi::DataType::TOKEN ? nullptr : static_cast<std::byte*>(buffer.untyped_data());
-}
-
 ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     ffi::Dictionary) {
   WorldGuard world;
-  if (!world) return Failed(FailedPrecondition("hoccl_jax does not run in this process: call hoccl_jax.init()"));
+  if (!world) return FailedFuture(FailedPrecondition("hoccl_jax does not run in this process: call hoccl_jax.init()"));
   const Result<Binding*> binding = state->bound.For(world.get(), WorldGeneration(), ordinal);
-  if (!binding.ok()) return Failed(binding.status());
+  if (!binding.ok()) return FailedFuture(binding.status());
   const ffi::ErrorOr<ffi::AnyBuffer> operand = operands.get<ffi::AnyBuffer>(0);
   ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> result = results.get<ffi::AnyBuffer>(0);
   if (!operand.has_value() || !result.has_value())
-    return Failed(InvalidArgument("hoccl_collective takes one operand and gives one result"));
+    return FailedFuture(InvalidArgument("hoccl_collective takes one operand and gives one result"));
 
-  auto pending = std::make_unique<PendingPromise>();
-  ffi::Future future(pending->promise);
-  Status outcome;
-  const bool ended = world->Post(*binding, run.run_id, BytesOf(*operand), BytesOf(**result),
-                                 {.call = PendingPromise::Complete, .context = pending.get()}, &outcome);
-  PendingPromise* context = pending.release();
-  if (ended) PendingPromise::Complete(context, std::move(outcome));
-  return future;
+  return FutureOf(world.get(), (*binding)->device, [&](Completion completion, Status* outcome) {
+    return world->Post(*binding, run.run_id, BytesOf(*operand), BytesOf(**result), completion, outcome);
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
+#include "xla_ffi/cpu_future_handlers.h"
 #include "xla_ffi/cpu_handlers.h"
 #include "xla_ffi/cuda_handlers.h"
 #include "xla_ffi/current_world.h"
@@ -135,17 +136,21 @@ nb::capsule HandlerCapsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) { retu
 
 // platform -> target -> stage -> capsule, as jax.ffi.register_ffi_target takes them.
 nb::dict Registrations() {
+  const auto stages = [](XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*), XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
+    nb::dict capsules;
+    capsules["instantiate"] = HandlerCapsule(instantiate);
+    capsules["execute"] = HandlerCapsule(execute);
+    return capsules;
+  };
   nb::dict cpu;
-  cpu["instantiate"] = HandlerCapsule(CpuInstantiate);
-  cpu["execute"] = HandlerCapsule(CpuExecute);
+  cpu["hoccl_collective"] = stages(CpuInstantiate, CpuExecute);
+  cpu["hoccl_start"] = stages(CpuStartInstantiate, CpuStartExecute);
+  cpu["hoccl_done"] = stages(CpuDoneInstantiate, CpuDoneExecute);
   nb::dict cuda;
-  cuda["instantiate"] = HandlerCapsule(CudaInstantiate);
-  cuda["execute"] = HandlerCapsule(CudaExecute);
+  cuda["hoccl_collective"] = stages(CudaInstantiate, CudaExecute);
   nb::dict platforms;
-  platforms["cpu"] = nb::dict();
-  platforms["cpu"]["hoccl_collective"] = cpu;
-  platforms["CUDA"] = nb::dict();
-  platforms["CUDA"]["hoccl_collective"] = cuda;
+  platforms["cpu"] = cpu;
+  platforms["CUDA"] = cuda;
   return platforms;
 }
 

@@ -10,12 +10,15 @@
 namespace hoccl {
 namespace {
 
-using InstanceCounts = std::map<std::pair<int64_t, Kind>, int>;  // by site and kind
-using ModuleCounts = std::map<std::string, InstanceCounts>;
+struct ModuleCounts {
+  std::map<std::pair<int64_t, Kind>, int> instances;           // by site and kind
+  std::map<int64_t, std::shared_ptr<StartsAndDones>> futures;  // by site
+};
+using Counts = std::map<std::string, ModuleCounts>;  // by module
 
 struct ThreadCompilation {
   bool active = false;
-  ModuleCounts counts;
+  Counts counts;
 };
 
 ThreadCompilation& ThisThreadsCompilation() {
@@ -26,12 +29,22 @@ ThreadCompilation& ThisThreadsCompilation() {
 // Instances made by threads that do not compile themselves. Never destroyed: such a thread may outlive static objects.
 struct ForeignInstances {
   std::mutex mutex;
-  ModuleCounts counts;
+  Counts counts;
 };
 
 ForeignInstances& TheForeignInstances() {
   static ForeignInstances* instances = new ForeignInstances();
   return *instances;
+}
+
+// Calls `use` with the counts of the executable of `module` that is being compiled.
+template <typename Use>
+auto WithCountsOf(const std::string& module, Use use) {
+  ThreadCompilation& compilation = ThisThreadsCompilation();
+  if (compilation.active) return use(compilation.counts[module]);
+  ForeignInstances& foreign = TheForeignInstances();
+  std::lock_guard lock(foreign.mutex);
+  return use(foreign.counts[module]);
 }
 
 uint64_t SignatureOf(const Operation& operation) {
@@ -86,11 +99,15 @@ Result<std::shared_ptr<const Call>> Call::Make(Operation operation, std::vector<
 }
 
 int NextOrdinal(const std::string& module, int64_t site, Kind kind) {
-  ThreadCompilation& compilation = ThisThreadsCompilation();
-  if (compilation.active) return compilation.counts[module][{site, kind}]++;
-  ForeignInstances& foreign = TheForeignInstances();
-  std::lock_guard lock(foreign.mutex);
-  return foreign.counts[module][{site, kind}]++;
+  return WithCountsOf(module, [&](ModuleCounts& counts) { return counts.instances[{site, kind}]++; });
+}
+
+std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site) {
+  return WithCountsOf(module, [&](ModuleCounts& counts) {
+    std::shared_ptr<StartsAndDones>& found = counts.futures[site];
+    if (found == nullptr) found = std::make_shared<StartsAndDones>();
+    return found;
+  });
 }
 
 void BeginCompilation() { ThisThreadsCompilation() = {.active = true, .counts = {}}; }

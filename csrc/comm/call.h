@@ -2,6 +2,7 @@
 #ifndef HOCCL_COMM_CALL_H_
 #define HOCCL_COMM_CALL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -47,6 +48,16 @@ struct Call {
 // executable on one thread, most often the one that called BeginCompilation; then two threads may compile modules of one name at a time.
 // Where XLA compiles on a thread of its own (jaxlib before 0.11), instances are counted by the module's name until its compilation ends.
 int NextOrdinal(const std::string& module, int64_t site, Kind kind);
+
+// How many starts and dones of one site an executable has. A start without a done must not run: nothing would wait for its transfer before
+// XLA frees the buffers.
+struct StartsAndDones {
+  std::atomic<int> starts = 0;
+  std::atomic<int> dones = 0;
+};
+
+// That of the executable that this thread compiles; executables are told apart as in NextOrdinal.
+std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site);
 
 // The calling thread starts, and has finished or given up, compiling (or loading) an executable of this module.
 void BeginCompilation();

@@ -225,6 +225,7 @@ Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& 
   auto binding = std::make_unique<Binding>();
   binding->plan = place->plan;
   binding->rank = place->rank;
+  binding->device = device;
   binding->lane = lanes_.at(device).get();
   return binding;
 }

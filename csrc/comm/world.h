@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "csrc/comm/call.h"
+#include "csrc/comm/in_flight.h"
 #include "csrc/comm/proxy.h"
 #include "csrc/comm/rendezvous.h"
 #include "csrc/comm/statistics.h"
@@ -44,6 +45,7 @@ struct WorldOptions {
 struct Binding {
   std::shared_ptr<const GroupPlan> plan;
   int rank = 0;
+  int64_t device = 0;  // global id
   CompletionLane* lane = nullptr;
   std::atomic<uint32_t> executions = 0;
 };
@@ -71,6 +73,7 @@ class World {
   // The same for CUDA devices; null if this process has none.
   StreamExchange* streams() { return streams_.get(); }
 
+  InFlight& in_flight() { return in_flight_; }
   Statistics& statistics() { return statistics_; }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
 
@@ -105,6 +108,7 @@ class World {
   int copy_threads_ = 1;
   Address address_;
   Statistics statistics_;
+  InFlight in_flight_;                                        // outlives the lanes, which report to it
   std::map<int64_t, std::unique_ptr<CompletionLane>> lanes_;  // by global id
   SharedSegment segment_;
   // Destroyed in the opposite order: the proxy first, which calls the rendezvous, and the executor, which calls it too, before it.

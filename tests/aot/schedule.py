@@ -43,6 +43,12 @@ class Instruction:
     operands: tuple[str, ...]
     text: str
 
+    @property
+    def kind(self) -> str:
+        """The target of a custom call, else the opcode."""
+        target = re.search(r'custom_call_target="(.*?)"', self.text)
+        return target[1] if target else self.opcode
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -55,32 +61,46 @@ class Schedule:
         return [i for i in self._all() if re.match(r"copy(-start)?$", i.opcode) or re.search(r"calls=%\w*copy", i.text)]
 
     def custom_calls(self, target: str) -> list[Instruction]:
-        return [i for i in self._all() if f'custom_call_target="{target}"' in i.text]
+        return [i for i in self._all() if i.kind == target]
 
     def transfers(self, computation: str | None = None) -> list[int]:
         """For each operation of hoccl_jax in this computation (default: the entry), in order of their starts: how many matrix products
         stand between its start and its end."""
-        return [count for _, count in self._spans(computation)]
+        return self._spans(computation, "call-start", "call-done")
+
+    def halves(self, computation: str | None = None) -> list[int]:
+        """The same for operations that the program starts and awaits itself."""
+        return self._spans(computation, "hoccl_start", "hoccl_done")
 
     def loops(self, count: int) -> list[str]:
         """Computations, other than the entry, with `count` operations of ours that are started and awaited there."""
-        return [name for name in self.computations if name != self.entry and len(self._spans(name)) == count]
+        return [name for name in self.computations if name != self.entry and len(self.transfers(name)) == count]
 
     def _all(self) -> Iterator[Instruction]:
         for instructions in self.computations.values():
             yield from instructions
 
-    def _spans(self, computation: str | None) -> list[tuple[str, int]]:
+    def _spans(self, computation: str | None, start: str, end: str) -> list[int]:
+        """Products between each instruction of kind `start` and the one of kind `end` that has it as its last operand."""
         spans: dict[str, list[int]] = {}
         products = 0
         for instruction in self.computations[computation or self.entry]:
             if _is_product(instruction):
                 products += 1
-            elif instruction.opcode == "call-start" or 'custom_call_target="hoccl_start"' in instruction.text:
+            elif instruction.kind == start:
                 spans[instruction.name] = [products, products]
-            elif instruction.opcode == "call-done":
-                spans[instruction.operands[0]][1] = products
-        return [(name, end - begin) for name, (begin, end) in spans.items()]
+            elif instruction.kind == end:
+                spans[self._origin(instruction.operands[-1], computation)][1] = products
+        return [end - begin for begin, end in spans.values()]
+
+    def _origin(self, name: str, computation: str | None) -> str:
+        """The instruction behind tuples, which are all that is left of optimization barriers."""
+        by_name = {instruction.name: instruction for instruction in self.computations[computation or self.entry]}
+        while (instruction := by_name[name]).opcode == "get-tuple-element":
+            found = re.search(r"index=(\d+)", instruction.text)
+            assert found is not None
+            name = by_name[instruction.operands[0]].operands[int(found[1])]
+        return name
 
 
 def _is_product(instruction: Instruction) -> bool:

@@ -1,0 +1,67 @@
+"""What a program starts before and awaits after computation stays so in XLA's schedule, and no buffer in flight is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import hoccl_jax
+from tests.aot import schedule
+
+_WIDTH = 4096
+_RING = [(0, 1), (1, 0)]
+
+
+def layer(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ weights)
+
+
+def step(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Passes x on while a layer works on it."""
+    received, y = hoccl_jax.overlap(hoccl_jax.ppermute_start(x, "x", _RING), layer, x, weights)
+    return received + y
+
+
+def compiled(function: Callable[..., object], out_specs: object = P("x")) -> schedule.Schedule:
+    specs = P("x"), P()
+    return schedule.compiled(function, schedule.mesh(x=2), specs, out_specs, (2 * _WIDTH, _WIDTH), (_WIDTH, _WIDTH))
+
+
+def gradient(function: Callable[..., jax.Array]) -> Callable[..., object]:
+    return jax.grad(lambda x, weights: jnp.sum(function(x, weights).astype(jnp.float32) ** 2), argnums=(0, 1))
+
+
+def test_compute_between_start_and_done() -> None:
+    found = compiled(step)
+    assert found.halves() == [1]
+    assert not found.copies()
+
+
+def test_several_in_flight() -> None:
+    def function(x: jax.Array, weights: jax.Array) -> object:
+        futures = [hoccl_jax.all_gather_start(weights, "x"), hoccl_jax.all_to_all_start(x, "x", 0, 1, tiled=True)]
+        (gathered, blocks), y = hoccl_jax.overlap(futures, layer, x, weights)
+        return gathered, blocks, y
+
+    found = compiled(function, out_specs=(P(None, "x"), P("x"), P("x")))
+    assert found.halves() == [1, 1]
+    assert not found.copies()
+
+
+def test_the_backward_pass_overlaps_its_transfers() -> None:
+    """Both layers have two products of gradients, and the transfer of cotangents runs beside those of its layer."""
+    found = compiled(gradient(lambda x, weights: step(step(x, weights), weights)), out_specs=(P("x"), P()))
+    forward, backward = found.halves()[:2], found.halves()[2:]
+    assert forward == [1, 1]
+    assert len(backward) == 2
+    assert min(backward) >= 1
+
+
+def test_in_a_loop() -> None:
+    found = compiled(lambda x, weights: jax.lax.scan(lambda x, _: (step(x, weights), None), x, length=4)[0])
+    (body,) = [name for name in found.computations if found.halves(name)]
+    assert body != found.entry
+    assert found.halves(body) == [1]

@@ -1,0 +1,230 @@
+"""Collectives in two halves: values and gradients are those of jax.lax, and a future that goes wrong is an error that says so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import hoccl_jax
+
+_RING = ((0, 1), (1, 2), (2, 3), (3, 0))
+_PART = [(0, 2), (3, 1)]
+_GROUPS = [[2, 0], [1, 3]]
+
+# Name -> arguments, for operands of shape [8, 4].
+OPERATIONS: list[tuple[str, dict[str, Any]]] = [
+    ("all_gather", {"axis": 1}),
+    ("all_gather", {"tiled": True, "axis_index_groups": _GROUPS}),
+    ("all_to_all", {"split_axis": 0, "concat_axis": 1, "tiled": True}),
+    ("all_to_all", {"split_axis": 1, "concat_axis": 1}),
+    ("ppermute", {"perm": _RING}),
+    ("ppermute", {"perm": _PART}),
+    ("ppermute", {"perm": []}),
+    ("pshuffle", {"perm": [2, 0, 3, 1]}),
+    ("pbroadcast", {"source": 2}),
+]
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]), "x")
+
+
+def exact(x: jax.Array) -> jax.Array:
+    """Some computation without rounding, which XLA may fuse as it likes."""
+    return 3 * x + x[::-1]
+
+
+def ours(name: str, x: Any, **arguments: Any) -> Any:
+    """The operation, with some computation between its halves."""
+    return hoccl_jax.overlap(getattr(hoccl_jax, f"{name}_start")(x, "x", **arguments), exact, x)
+
+
+def theirs(name: str, x: Any, **arguments: Any) -> Any:
+    library = hoccl_jax if name == "pbroadcast" else lax  # which jax.lax lacks on CPU devices
+    return getattr(library, name)(x, "x", **arguments), exact(x)
+
+
+def run(body: Callable[..., Any], *operands: np.ndarray, check_vma: bool = True) -> Any:
+    def stacked(*operands: jax.Array) -> Any:
+        return jax.tree.map(lambda y: y[None], body(*(x[0] for x in operands)))
+
+    return jax.jit(jax.shard_map(stacked, mesh=mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma))(*operands)
+
+
+def operand(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(len(shape)).integers(-8, 8, (4, *shape)).astype(dtype)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def gradient(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array], jax.Array]:
+    return jax.grad(lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(function(x))))
+
+
+def in_scan(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+    return lambda x: lax.scan(lambda carry, y: (carry, function(y)), None, jnp.stack([x, 2 * x, x]))[1]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[jax.Array], Any]], Callable[[jax.Array], Any]]] = {
+    "plain": lambda function: function,
+    "jvp": lambda function: lambda x: jax.jvp(function, (x,), (2 * x,)),
+    "remat": lambda function: gradient(jax.checkpoint(lambda x: function(x * x))),
+    "grad_of_scan": lambda function: gradient(in_scan(function)),
+    "vmap": lambda function: lambda x: jax.vmap(function, in_axes=2, out_axes=0)(jnp.stack([x, 2 * x], axis=2)),
+    "vmap_of_grad": lambda function: lambda x: jax.vmap(gradient(function), in_axes=1)(jnp.stack([x, 2 * x], axis=1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("transform", "check_vma"), [*((transform, True) for transform in TRANSFORMS), ("plain", False), ("grad_of_scan", False)]
+)
+def test_every_operation_equals_jax_lax(transform: str, check_vma: bool) -> None:
+    """All operations in one program, so they are in flight together too."""
+
+    def body(x: jax.Array) -> Any:
+        pairs = []
+        for name, arguments in OPERATIONS:
+            # The transpose of the untiled psum_scatter can't be vmapped over a later dimension in jax.lax.
+            if transform == "vmap_of_grad" and arguments.get("axis"):
+                continue
+            sides = [functools.partial(side, name, **arguments) for side in (ours, theirs)]
+            pairs.append([TRANSFORMS[transform](side)(x) for side in sides])
+        return pairs
+
+    for one, other in run(body, operand(8, 4), check_vma=check_vma):
+        assert_same(one, other)
+
+
+def test_pytrees_and_narrow_types() -> None:
+    def both(x: Any) -> Any:
+        return hoccl_jax.ppermute_start(x, "x", _RING).done(), lax.ppermute(x, "x", _RING)
+
+    def body(x: jax.Array) -> Any:
+        results = both({"a": x, "b": [x.astype(jnp.int4), x.astype(bool), None, x.astype(jnp.bfloat16)]})
+        return jax.tree.map(lambda y: y.astype(np.float32), results)
+
+    assert_same(*run(body, operand(3)))
+
+
+def test_futures_overlap_each_other_and_end_in_any_order() -> None:
+    def body(x: jax.Array) -> Any:
+        futures = [hoccl_jax.ppermute_start(x * i, "x", _RING) for i in range(12)]
+        first, _ = hoccl_jax.overlap(futures[:4], exact, x)
+        return [*first, *(future.done() for future in reversed(futures[4:]))], [
+            lax.ppermute(x * i, "x", _RING) for i in (*range(4), *reversed(range(4, 12)))
+        ]
+
+    assert_same(*run(body, operand(1000)))
+
+
+def test_a_single_rank_needs_no_transfer() -> None:
+    one = Mesh(np.array(jax.devices()[:1]), "x")
+    body = jax.shard_map(lambda x: hoccl_jax.all_gather_start(x, "x", tiled=True).done(), mesh=one, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(jax.jit(body)(np.arange(3)), np.arange(3))
+
+
+def test_disabled_is_jax_lax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCCL_DISABLE", "1")
+    body = jax.shard_map(lambda x: ours("ppermute", x, perm=_RING), mesh=mesh(), in_specs=P("x"), out_specs=P("x"))
+    text = jax.jit(body).lower(operand(4)).as_text()
+    assert "collective_permute" in text
+    assert "hoccl" not in text
+
+
+# What goes wrong
+
+
+def start(x: jax.Array) -> hoccl_jax.Future:
+    return hoccl_jax.ppermute_start(x, "x", _RING)
+
+
+def twice(x: jax.Array) -> Any:
+    future = start(x)
+    return future.done() + future.done()
+
+
+def twice_as_a_pytree(x: jax.Array) -> Any:
+    future = start(x)
+    return future.done() + jax.tree.map(lambda leaf: leaf, future).done()
+
+
+def awaited_after_overlap(x: jax.Array) -> Any:
+    future = start(x)
+    return hoccl_jax.overlap(future, jnp.sin, x)[0] + future.done()
+
+
+def out_of_jit(x: jax.Array) -> Any:
+    return jax.jit(start)(x).done()
+
+
+def into_jit(x: jax.Array) -> Any:
+    return jax.jit(lambda future: future.done())(start(x))
+
+
+def into_scan(x: jax.Array) -> Any:
+    future = start(x)
+    return lax.scan(lambda carry, _: (carry + future.done(), None), x, length=2)[0]
+
+
+def carried_by_scan(x: jax.Array) -> Any:
+    return lax.scan(lambda future, _: (start(future.done()), None), start(x), length=2)[0].done()
+
+
+def rebuilt(x: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf + 1, start(x)).done()
+
+
+def dropped(x: jax.Array) -> Any:
+    return start(x)
+
+
+def dropped_by_scan(x: jax.Array) -> Any:
+    return lax.scan(lambda carry, _: (carry, start(carry)), x, length=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (twice, "has been used already"),
+        (twice_as_a_pytree, "has been used already"),
+        (awaited_after_overlap, "has been used already"),
+        (out_of_jit, "comes from another function"),
+        (into_jit, "comes from another function"),
+        (into_scan, "comes from another function"),
+        (carried_by_scan, "comes from another function"),
+        (rebuilt, "comes from another function"),
+    ],
+)
+def test_a_future_in_the_wrong_place_does_not_compile(function: Callable[[jax.Array], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(function, operand(8))
+
+
+@pytest.mark.parametrize("function", [dropped, dropped_by_scan])
+def test_a_future_that_nothing_awaits_sends_nothing(function: Callable[[jax.Array], Any]) -> None:
+    hoccl_jax.init()
+    hoccl_jax.reset_stats()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="nothing in this compiled program awaits its future"):
+        jax.block_until_ready(run(function, operand(8)))
+    assert hoccl_jax.stats()["operations"]["ppermute"] == 0
+
+
+def test_a_vmapped_axis_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="ppermute_start over the vmapped axis 'x': use ppermute"):
+        jax.vmap(lambda x: hoccl_jax.ppermute_start(x, "x", _RING).done(), axis_name="x")(np.arange(4))
+
+
+def test_keys_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="keys have no halves"):
+        run(lambda x: jax.random.key_data(start(jax.random.wrap_key_data(x)).done()), operand(2, dtype=np.uint32))

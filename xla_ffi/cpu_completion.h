@@ -1,0 +1,64 @@
+// How an operation of the engine ends a custom call of XLA:CPU, and how its handlers get at buffers.
+#ifndef HOCCL_XLA_FFI_CPU_COMPLETION_H_
+#define HOCCL_XLA_FFI_CPU_COMPLETION_H_
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "csrc/comm/world.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/call_attributes.h"
+
+namespace hoccl {
+
+// Resolves the future that XLA:CPU waits for. XLA's futures live on the heap anyway; this is the engine's end of one.
+struct PendingPromise {
+  xla::ffi::Promise promise;
+  World* world = nullptr;  // which calls Complete, so it is there
+  int64_t device = 0;
+
+  // A failed program's buffers are freed at once, so its failure waits for what is still in flight between a start and its done.
+  static void Complete(void* context, Status status) {
+    auto* pending = static_cast<PendingPromise*>(context);
+    if (status.ok() || pending->world->in_flight().FailWhenIdle(pending->device, {.call = Resolve, .context = pending}, status))
+      Resolve(pending, std::move(status));
+  }
+
+  static void Resolve(void* context, Status status) {
+    const std::unique_ptr<PendingPromise> pending(static_cast<PendingPromise*>(context));
+    if (status.ok()) {
+      pending->promise.SetAvailable();
+    } else {
+      pending->promise.SetError(ToFfiError(status));
+    }
+  }
+};
+
+// A future for what `begin(completion, &outcome)` begins, which returns: has it ended already, with `outcome`, without calling the
+// completion?
+template <typename Begin>
+xla::ffi::Future FutureOf(World* world, int64_t device, Begin begin) {
+  auto* pending = new PendingPromise{.promise = {}, .world = world, .device = device};  // deletes itself
+  xla::ffi::Future future(pending->promise);
+  Status outcome;
+  if (begin(Completion{.call = PendingPromise::Complete, .context = pending}, &outcome))
+    PendingPromise::Complete(pending, std::move(outcome));
+  return future;
+}
+
+inline xla::ffi::Future FailedFuture(const Status& status) {
+  xla::ffi::Promise promise;
+  xla::ffi::Future future(promise);
+  promise.SetError(ToFfiError(status));
+  return future;
+}
+
+// A send's result and a recv's operand are tokens, which have no bytes.
+inline std::byte* BytesOf(const xla::ffi::AnyBuffer& buffer) {
+  return buffer.element_type() == xla::ffi::DataType::TOKEN ? nullptr : static_cast<std::byte*>(buffer.untyped_data());
+}
+
+}  // namespace hoccl
+
+#endif  // HOCCL_XLA_FFI_CPU_COMPLETION_H_

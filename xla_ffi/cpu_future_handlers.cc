@@ -1,0 +1,148 @@
+#include "xla_ffi/cpu_future_handlers.h"
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/bound_call.h"
+#include "xla_ffi/call_attributes.h"
+#include "xla_ffi/cpu_completion.h"
+#include "xla_ffi/current_world.h"
+
+namespace hoccl {
+namespace {
+
+namespace ffi = xla::ffi;
+
+struct CpuStartState {
+  explicit CpuStartState(std::shared_ptr<const Call> call) : bound(std::move(call)) {}
+  static ffi::TypeId id;
+  HostCall bound;
+  std::shared_ptr<StartsAndDones> in_executable;
+};
+ffi::TypeId CpuStartState::id = {};
+const ffi::TypeInfo kCpuStartStateInfo = ffi::MakeTypeInfo<CpuStartState>();
+
+struct CpuDoneState {
+  static ffi::TypeId id;
+  std::string what;
+  int64_t bytes = 0;
+};
+ffi::TypeId CpuDoneState::id = {};
+const ffi::TypeInfo kCpuDoneStateInfo = ffi::MakeTypeInfo<CpuDoneState>();
+
+const Status& NotRunning() {
+  static const Status* status = new Status(FailedPrecondition("hoccl_jax does not run in this process: call hoccl_jax.init()"));
+  return *status;
+}
+
+ffi::ErrorOr<std::unique_ptr<CpuStartState>> StartInstantiate(ffi::Dictionary attributes) {
+  Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
+  if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
+  auto state = std::make_unique<CpuStartState>(*std::move(call));
+  const CallSite& site = state->bound.call().site;
+  state->in_executable = StartsAndDonesOf(site.module, site.site);
+  state->in_executable->starts.fetch_add(1);
+  return state;
+}
+
+ffi::Future StartExecute(CpuStartState* state, ffi::RunId run, int32_t ordinal, ffi::AnyBuffer operand, ffi::Result<ffi::AnyBuffer> result,
+                         ffi::Dictionary) {
+  WorldGuard world;
+  if (!world) return FailedFuture(NotRunning());
+  const Result<Binding*> binding = state->bound.For(world.get(), WorldGeneration(), ordinal);
+  if (!binding.ok()) return FailedFuture(binding.status());
+  return FutureOf(world.get(), (*binding)->device, [&](Completion, Status* outcome) {
+    const std::string what = state->bound.call().operation.ToString();
+    if (state->in_executable->dones < state->in_executable->starts) {
+      *outcome = FailedPrecondition("start of " + what +
+                                    ": nothing in this compiled program awaits its future. A future may not be dropped, nor leave the "
+                                    "jax.jit that it was made in: call its done() there");
+      return true;
+    }
+    InFlight& in_flight = world->in_flight();
+    const Result<Completion> begun =
+        in_flight.Begin({.device = (*binding)->device, .operand = BytesOf(operand), .result = BytesOf(*result), .what = what});
+    if (!begun.ok()) {
+      *outcome = begun.status();
+      return true;
+    }
+    Status ended;
+    if (world->Post(*binding, run.run_id, BytesOf(operand), BytesOf(*result), *begun, &ended))
+      begun->call(begun->context, std::move(ended));
+    return true;  // the program goes on
+  });
+}
+
+ffi::ErrorOr<std::unique_ptr<CpuDoneState>> DoneInstantiate(std::string_view module, int64_t site, std::string_view what, int64_t bytes) {
+  StartsAndDonesOf(std::string(module), site)->dones.fetch_add(1);
+  auto state = std::make_unique<CpuDoneState>();
+  state->what = what;
+  state->bytes = bytes;
+  return state;
+}
+
+ffi::Future DoneExecute(CpuDoneState* state, int32_t ordinal, ffi::AnyBuffer operand, ffi::AnyBuffer buffer,
+                        ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary) {
+  WorldGuard world;
+  if (!world) return FailedFuture(NotRunning());
+  const Result<int64_t> device = world->GlobalId(Platform::kCpu, ordinal);
+  if (!device.ok()) return FailedFuture(device.status());
+  return FutureOf(world.get(), *device, [&](Completion completion, Status* outcome) {
+    return world->in_flight().Finish({.device = *device,
+                                      .operand = BytesOf(operand),
+                                      .buffer = BytesOf(buffer),
+                                      .result = BytesOf(*result),
+                                      .bytes = state->bytes,
+                                      .what = state->what},
+                                     completion, outcome);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kStartInstantiate, StartInstantiate, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER(kStartExecute, StartExecute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CpuStartState>>()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kDoneInstantiate, DoneInstantiate,
+    ffi::Ffi::BindInstantiate().Attr<std::string_view>("module").Attr<int64_t>("site").Attr<std::string_view>("what").Attr<int64_t>(
+        "bytes"));
+XLA_FFI_DEFINE_HANDLER(kDoneExecute, DoneExecute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CpuDoneState>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attrs());
+
+}  // namespace
+
+// Types register themselves at the handler's first call, as in cpu_handlers.cc.
+XLA_FFI_Error* CpuStartInstantiate(XLA_FFI_CallFrame* frame) {
+  static std::once_flag once;
+  static XLA_FFI_Error* error = nullptr;
+  std::call_once(once,
+                 [&] { error = ffi::Ffi::RegisterTypeId(frame->api, "hoccl::CpuStartState", &CpuStartState::id, kCpuStartStateInfo); });
+  return error != nullptr ? error : kStartInstantiate(frame);
+}
+
+XLA_FFI_Error* CpuStartExecute(XLA_FFI_CallFrame* frame) { return kStartExecute(frame); }
+
+XLA_FFI_Error* CpuDoneInstantiate(XLA_FFI_CallFrame* frame) {
+  static std::once_flag once;
+  static XLA_FFI_Error* error = nullptr;
+  std::call_once(once, [&] { error = ffi::Ffi::RegisterTypeId(frame->api, "hoccl::CpuDoneState", &CpuDoneState::id, kCpuDoneStateInfo); });
+  return error != nullptr ? error : kDoneInstantiate(frame);
+}
+
+XLA_FFI_Error* CpuDoneExecute(XLA_FFI_CallFrame* frame) { return kDoneExecute(frame); }
+
+}  // namespace hoccl
