@@ -56,6 +56,7 @@ class Schedule:
 
     computations: dict[str, list[Instruction]]
     entry: str
+    conditionals: bool = False  # count a conditional as a product, which is to be in it
 
     def copies(self) -> list[Instruction]:
         return [i for i in self._all() if re.match(r"copy(-start)?$", i.opcode) or re.search(r"calls=%\w*copy", i.text)]
@@ -66,11 +67,11 @@ class Schedule:
     def transfers(self, computation: str | None = None) -> list[int]:
         """For each operation of hoccl_jax in this computation (default: the entry), in order of their starts: how many matrix products
         stand between its start and its end."""
-        return self._spans(computation, "call-start", "call-done")
+        return self.spans("call-start", "call-done", computation)
 
     def halves(self, computation: str | None = None) -> list[int]:
         """The same for operations that the program starts and awaits itself."""
-        return self._spans(computation, "hoccl_start", "hoccl_done")
+        return self.spans("hoccl_start", "hoccl_done", computation)
 
     def loops(self, count: int) -> list[str]:
         """Computations, other than the entry, with `count` operations of ours that are started and awaited there."""
@@ -80,12 +81,12 @@ class Schedule:
         for instructions in self.computations.values():
             yield from instructions
 
-    def _spans(self, computation: str | None, start: str, end: str) -> list[int]:
+    def spans(self, start: str, end: str, computation: str | None = None) -> list[int]:
         """Products between each instruction of kind `start` and the one of kind `end` that has it as its last operand."""
         spans: dict[str, list[int]] = {}
         products = 0
         for instruction in self.computations[computation or self.entry]:
-            if _is_product(instruction):
+            if _is_product(instruction) or (self.conditionals and instruction.opcode == "conditional"):
                 products += 1
             elif instruction.kind == start:
                 spans[instruction.name] = [products, products]
@@ -107,7 +108,7 @@ def _is_product(instruction: Instruction) -> bool:
     return bool(re.search(r"gemm|__cublas", instruction.text.split(", metadata=")[0]) and instruction.opcode in ("fusion", "custom-call"))
 
 
-def parse(text: str) -> Schedule:
+def parse(text: str, conditionals: bool = False) -> Schedule:
     """The schedule in the text of a compiled module."""
     assert "is_scheduled=true" in text.splitlines()[0]
     computations: dict[str, list[Instruction]] = {}
@@ -120,10 +121,12 @@ def parse(text: str) -> Schedule:
         elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(,|$)", line):
             operands = tuple(re.findall(r"%([\w.\-]+)", found[3]))
             computations[current].append(Instruction(found[1], found[2], operands, line))
-    return Schedule(computations, entry)
+    return Schedule(computations, entry, conditionals)
 
 
-def compiled(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *shapes: tuple[int, ...], **jit: Any) -> Schedule:
+def compiled(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *shapes: tuple[int, ...], conditionals: bool = False
+) -> Schedule:
     """The schedule of `jit(shard_map(function))` for bfloat16 operands of these global shapes."""
     body = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     specs = jax.tree.leaves(in_specs, is_leaf=lambda spec: isinstance(spec, P))
@@ -131,6 +134,6 @@ def compiled(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs:
         jax.ShapeDtypeStruct(shape, jax.numpy.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     ]
-    text = jax.jit(body, **jit).lower(*operands).compile().as_text()
+    text = jax.jit(body).lower(*operands).compile().as_text()
     assert text is not None
-    return parse(text)
+    return parse(text, conditionals)

@@ -39,9 +39,9 @@ def bounded(x: jax.Array, shards: jax.Array) -> jax.Array:
     return x
 
 
-def compiled(function: Callable[..., object], **jit: object) -> schedule.Schedule:
+def compiled(function: Callable[..., object]) -> schedule.Schedule:
     specs = P("x"), P(None, "x")
-    return schedule.compiled(function, schedule.mesh(x=2), specs, specs[0], (2 * _WIDTH, _WIDTH), (_LAYERS, _WIDTH, _WIDTH), **jit)
+    return schedule.compiled(function, schedule.mesh(x=2), specs, specs[0], (2 * _WIDTH, _WIDTH), (_LAYERS, _WIDTH, _WIDTH))
 
 
 def test_xla_gathers_ahead() -> None:

@@ -1,0 +1,100 @@
+"""Layers with sharded parameters: values and gradients are those of the same layers gathered one by one by jax.lax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import hoccl_jax
+from hoccl_jax.parallel import fsdp
+
+_AXES = {"w": 1, "b": 0}
+_SPECS = {"w": P(None, None, "fsdp"), "b": P(None, "fsdp")}
+
+
+def layer(params: Any, x: Any) -> Any:
+    """Exact in small integers. The activations are a pytree."""
+    return {"x": x["x"] @ params["w"] - params["b"], "count": x["count"] + 1}
+
+
+def operands(layers: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(layers)
+    params = {"w": rng.integers(-1, 2, (layers, 8, 8)), "b": rng.integers(-2, 3, (layers, 8))}
+    x = {"x": rng.integers(-2, 3, (8, 8)), "count": np.zeros(4)}
+    return jax.tree.map(lambda value: value.astype(np.float32), (params, x))
+
+
+def gathered_one_by_one(shards: Any, x: Any) -> Any:
+    for index in range(shards["b"].shape[0]):
+        params = {name: lax.all_gather(shards[name][index], "fsdp", axis=_AXES[name], tiled=True) for name in shards}
+        x = layer(params, x)
+    return x
+
+
+def stack(shards: Any, x: Any) -> Any:
+    return fsdp.apply_layers(layer, shards, x, axis_name="fsdp", axis=_AXES)
+
+
+def sequence(shards: Any, x: Any) -> Any:
+    layers = [jax.tree.map(lambda leaf, index=index: leaf[index], shards) for index in range(shards["b"].shape[0])]
+    return fsdp.apply_layers(layer, layers, x, axis_name="fsdp", axis=_AXES, all_gather=lax.all_gather)
+
+
+@pytest.mark.parametrize(("layers", "check_vma"), [(1, True), (2, True), (5, True), (6, False)])
+def test_equals_the_layers_gathered_one_by_one(layers: int, check_vma: bool) -> None:
+    def both(shards: Any, x: Any) -> Any:
+        results = []
+        for function in (gathered_one_by_one, stack, sequence):
+            y, pull = jax.vjp(function, shards, x)
+            results.append((y, *pull(y)))
+        return results
+
+    mesh = Mesh(np.array(jax.devices()[:4]), "fsdp")
+    specs = (_SPECS, {"x": P("fsdp"), "count": P("fsdp")})
+    out_specs = [(specs[1], *specs)] * 3
+    program = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+    expected, *others = jax.jit(program)(*operands(layers))
+    for result in others:
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_parameters_are_gathered_once_a_pass_and_not_kept() -> None:
+    """The backward pass gathers anew; what is kept has the size of shards and activations."""
+    mesh = Mesh(np.array(jax.devices()[:4]), "fsdp")
+    shards, x = operands(5)
+    specs = _SPECS, {"x": P("fsdp"), "count": P("fsdp")}
+
+    def curved(params: Any, x: Any) -> Any:
+        return jax.tree.map(jnp.sin, layer(params, x))
+
+    def network(shards: Any, x: Any) -> Any:
+        return fsdp.apply_layers(curved, shards, x, axis_name="fsdp", axis=_AXES)
+
+    def both_passes(shards: Any, x: Any) -> Any:
+        y, pull = jax.vjp(network, shards, x)
+        return y, pull(y)
+
+    hoccl_jax.init()
+    hoccl_jax.reset_stats()
+    program = jax.shard_map(both_passes, mesh=mesh, in_specs=specs, out_specs=(specs[1], specs))
+    jax.block_until_ready(jax.jit(program)(shards, x))
+    assert hoccl_jax.stats()["operations"]["all_gather"] == 4 * 2 * (5 + 5)  # devices x arrays x (forward + backward)
+
+    def kept(shards: Any, x: Any) -> Any:
+        return [leaf.reshape(-1) for leaf in jax.tree.leaves(jax.vjp(network, shards, x)[1])]
+
+    kept_bytes = jax.eval_shape(jax.shard_map(kept, mesh=mesh, in_specs=specs, out_specs=P("fsdp")), shards, x)
+    assert sum(leaf.size for leaf in kept_bytes) <= sum(leaf.size for leaf in jax.tree.leaves(shards)) + 5 * (8 * 8 + 4)
+
+
+@pytest.mark.parametrize("shards", [[], {"a": jnp.zeros((0, 4))}, {"a": jnp.zeros((1, 4)), "b": jnp.zeros((2, 4))}])
+def test_the_number_of_layers_must_be_clear(shards: Any) -> None:
+    with pytest.raises(ValueError, match="shards must hold one or more layers"):
+        fsdp.apply_layers(layer, shards, jnp.zeros(4), axis_name="fsdp")
