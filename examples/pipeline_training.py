@@ -3,11 +3,11 @@
     python examples/pipeline_training.py                  # one process
     python examples/pipeline_training.py --processes 2    # 2 processes x 4 devices: the script launches itself
 
-The mesh has two axes. Along `stage` the layers are split (GPipe): microbatches enter at the first stage, activations go from stage to
-stage by ppermute, and differentiating the loop over the ticks of the pipeline gives the backward pipeline. Along `fsdp` the batch and each
-layer's parameters are split: a layer's parameters are one flat vector that is all-gathered just before use (again in the backward pass)
-and whose gradient comes back by the transpose, a reduce-scatter. The text is Python's own language reference as pydoc carries it, one
-token a byte.
+The mesh has two axes. Along `stage` the layers are split: microbatches enter at the first stage, activations go from stage to stage and
+cotangents back, by the 1F1B schedule of `hoccl_jax.parallel.pipeline` (or by GPipe: --schedule). Along `fsdp` the batch and each layer's
+parameters are split: a layer's parameters are one flat vector, which `hoccl_jax.parallel.fsdp` gathers while the layer before it
+computes, again in the backward pass, and whose gradient it reduces and scatters. The text is Python's own language reference as pydoc
+carries it, one token a byte.
 
 Both trainers start from the same seed and take turns step by step. The collectives only move bytes, so the two loss curves must be
 identical bit for bit: the script ends with an error at the first step where they are not.
@@ -34,6 +34,8 @@ from jax.sharding import PartitionSpec as P
 from tabulate import tabulate
 from tqdm import tqdm
 
+import hoccl_jax
+from hoccl_jax.parallel import fsdp, pipeline
 from hoccl_jax.tools import launch
 
 _DEVICES = 8
@@ -47,6 +49,7 @@ _SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens in a sequence.", lower_
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Microbatches in a step.", lower_bound=1)
 _MICROBATCH = flags.DEFINE_integer("microbatch", 4, "Sequences in a microbatch, a multiple of 8 / --stages.", lower_bound=1)
 _STAGES = flags.DEFINE_enum("stages", "4", ["1", "2", "4", "8"], "Pipeline stages; the parameters are sharded over 8 / stages devices.")
+_SCHEDULE = flags.DEFINE_enum("schedule", "1f1b", ["1f1b", "gpipe"], "Order of the pipeline's work.")
 _PROCESSES = flags.DEFINE_enum("processes", "1", ["1", "2", "4", "8"], "Processes that share the 8 devices.")
 _COLLECTIVES = flags.DEFINE_enum("collectives", "both", ["both", "hoccl", "lax"], "Who moves the data.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Adam's learning rate.")
@@ -55,18 +58,16 @@ _LOG_EVERY = flags.DEFINE_integer("log_every", 5, "Steps between two reports of 
 
 
 class Collectives(NamedTuple):
-    """The operations that the trainer leaves open; both implementations have jax.lax's signatures."""
+    """The operations that the trainer leaves open."""
 
     all_gather: Callable[..., jax.Array]
-    ppermute: Callable[..., jax.Array]
+    ppermute: Callable[..., jax.Array] | None  # None: hoccl_jax's, in two halves with computation between them
 
 
 def collectives(name: str) -> Collectives:
     if name == "lax":
         return Collectives(jax.lax.all_gather, jax.lax.ppermute)
-    import hoccl_jax  # here, so that --collectives=lax shows JAX alone
-
-    return Collectives(hoccl_jax.all_gather, hoccl_jax.ppermute)
+    return Collectives(hoccl_jax.all_gather, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Config:
     microbatches: int
     microbatch: int
     stages: int
+    schedule: Any  # "1f1b" or "gpipe"
     learning_rate: float
     seed: int
 
@@ -169,26 +171,22 @@ def pipeline_loss(config: Config, comm: Collectives, params: Mapping[str, jax.Ar
       params: this device's shards: `layers` [layers / stages, size / fsdp], `ends` [size / 8].
       tokens: [microbatches, microbatch / fsdp, sequence + 1], the same along `stage`.
     """
-    stage, last = jax.lax.axis_index("stage"), config.stages - 1
+
+    def embed(params: Any, tokens: jax.Array) -> jax.Array:
+        return params["ends"]["embed"][tokens[:, :-1]] + params["ends"]["position"]
+
+    def layer(flat: jax.Array, x: jax.Array) -> jax.Array:
+        return transformer_layer(x, unflatten(flat, config.layer_shapes))
+
+    def stage(params: Any, x: jax.Array) -> jax.Array:
+        return fsdp.apply_layers(layer, params["layers"], x, axis_name="fsdp", all_gather=comm.all_gather)
+
+    def head(params: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
+        return next_token_loss(x, tokens[:, 1:], params["ends"])
+
     ends = unflatten(comm.all_gather(params["ends"], ("stage", "fsdp"), tiled=True), config.ends_shapes)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # drops the gathered parameters: the backward pass gathers them again
-    def layer(x: jax.Array, shard: jax.Array) -> tuple[jax.Array, None]:
-        return transformer_layer(x, unflatten(comm.all_gather(shard, "fsdp", tiled=True), config.layer_shapes)), None
-
-    def tick(carry: tuple[jax.Array, jax.Array], time: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        """Stage s works on microbatch time - s; outside 0..microbatches-1 it fills or drains and the result counts nowhere."""
-        received, loss = carry
-        entering = tokens[jnp.minimum(time, config.microbatches - 1), :, :-1]
-        x = jnp.where(stage == 0, ends["embed"][entering] + ends["position"], received)
-        x, _ = jax.lax.scan(layer, x, params["layers"])
-        leaving = tokens[jnp.maximum(time - last, 0), :, 1:]
-        loss += jnp.where((stage == last) & (time >= last), next_token_loss(x, leaving, ends), 0.0)
-        return (comm.ppermute(x, "stage", [(s, s + 1) for s in range(last)]), loss), None
-
-    shape = (*tokens.shape[1:2], config.sequence, config.width)
-    start = jax.lax.pcast((jnp.zeros(shape), jnp.zeros(())), ("stage", "fsdp"), to="varying")
-    (_, loss), _ = jax.lax.scan(tick, start, jnp.arange(config.microbatches + last))
+    whole = {"layers": params["layers"], "ends": ends}
+    loss = pipeline.loss(embed, stage, head, whole, tokens, axis_name="stage", schedule=config.schedule, ppermute=comm.ppermute)
     return loss / (config.microbatches * jax.lax.axis_size("fsdp"))
 
 
@@ -277,6 +275,7 @@ def main(argv: list[str]) -> None:
         microbatches=_MICROBATCHES.value,
         microbatch=_MICROBATCH.value,
         stages=stages,
+        schedule=_SCHEDULE.value,
         learning_rate=_LEARNING_RATE.value,
         seed=_SEED.value,
     )
