@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hoccl_jax import _native
+from hoccl_jax import _native, runtime
 
 _TARGET_CONFIG = pathlib.Path(__file__).with_name("h200.txtpb")
 
@@ -23,8 +23,9 @@ _TARGET_CONFIG = pathlib.Path(__file__).with_name("h200.txtpb")
 @functools.cache
 def _devices(count: int) -> Any:
     registrations = _native.registrations()
-    if "CUDA" not in registrations:  # compiling needs the first stage only, which is the same on all platforms
-        for target, stages in registrations["cpu"].items():
+    runtime.register_targets()
+    for target, stages in registrations["cpu"].items():
+        if target not in registrations.get("CUDA", {}):  # compiling needs the first stage alone, which is the same on all platforms
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
     shape = f"1x1x{count}"
     config = _TARGET_CONFIG.read_text()
