@@ -1,12 +1,12 @@
 # `make demo` and `make test` do everything on a fresh Debian or Ubuntu machine with Python >= 3.11 and a C++ compiler.
 # The other targets are their steps, for development: docs/development.md.
-.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test aot-test wheel format clean test-packages report
+.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test py-test-oldest aot-test wheel format clean test-packages report
 
 # The interpreter, and the environment made from it. Another pair works too: make py-test VENV=.venv-3.13 PYTHON=python3.13
 PYTHON = $(shell build_tools/find_python.sh)
 VENV = .venv
 # Python 3.11 comes with the oldest supported jax: where it is found beside a newer reference, the Python tests run there as well.
-OLDEST_PYTHON = $(shell build_tools/find_python.sh 3.11)
+OLDEST = $(filter-out $(PYTHON),$(shell build_tools/find_python.sh 3.11))
 OLDEST_VENV = .venv-3.11
 
 JOBS = $(shell nproc)
@@ -26,18 +26,14 @@ NO_ASLR = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(un
 demo: venv
 	$(BIN)/python examples/pipeline_training.py
 
-# One step after the other, cheap ones first. The oldest jax's tests are skipped where Python 3.11 is the reference itself or is missing.
+# What needs no compiler first. The rest runs two steps at a time, so that one compiles while the other waits for its tests or for PyPI; what a
+# step says appears when it is over. The first failure lets the other step end, and fails the whole.
 test: test-packages
 	$(MAKE) venv
 	$(MAKE) lint
-	$(MAKE) cpp-test
-	$(MAKE) tsan
-	$(MAKE) asan
-	$(MAKE) bazel-test
-	$(MAKE) py-test
-	@if [ -n "$(OLDEST_PYTHON)" ] && ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
-	  $(MAKE) py-test VENV=$(OLDEST_VENV) PYTHON="$(OLDEST_PYTHON)" && $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV); fi
+	$(MAKE) --jobs=2 --output-sync=target py-test-oldest asan tsan py-test cpp-test bazel-test
 	@$(MAKE) --no-print-directory report
+	@[ -z "$(OLDEST)" ] || $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV)
 
 test-packages:
 	build_tools/system_packages.sh test
@@ -65,12 +61,12 @@ lint: venv
 cpp-test: venv
 	PATH="$(BIN):$$PATH" cmake $(BUILD) -DHOCCL_BUILD_TESTS=ON -Wno-dev
 	PATH="$(BIN):$$PATH" cmake --build $(BUILD) --parallel $(JOBS)
-	PATH="$(BIN):$$PATH" ctest --test-dir $(BUILD) --output-on-failure
+	PATH="$(BIN):$$PATH" ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
 
 tsan asan: venv
 	PATH="$(BIN):$$PATH" cmake --preset $@ -DPython_EXECUTABLE=$(BIN)/python -DHOCCL_WERROR=$(WERROR)
 	PATH="$(BIN):$$PATH" cmake --build build/$@ --parallel $(JOBS)
-	PATH="$(BIN):$$PATH" $(NO_ASLR) ctest --test-dir build/$@ --output-on-failure
+	PATH="$(BIN):$$PATH" $(NO_ASLR) ctest --test-dir build/$@ --output-on-failure --parallel $(JOBS)
 
 bazel-test: venv
 	bazel test //... --jobs=$(JOBS) \
@@ -78,6 +74,10 @@ bazel-test: venv
 
 py-test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The same with the oldest supported jax. Skipped where Python 3.11 is the reference itself or is missing.
+py-test-oldest:
+	$(if $(OLDEST),$(MAKE) py-test VENV=$(OLDEST_VENV) PYTHON="$(OLDEST)",@echo "No Python 3.11 beside the reference: nothing to do.")
 
 # Compiles for GPUs that are not there. In an environment of its own, because jax's CUDA plugin and compilers take 1.6 GB.
 aot-test:
