@@ -15,7 +15,7 @@ from hoccl_jax.futures import (
 )
 from hoccl_jax.lax_override import override_lax
 from hoccl_jax.partitioning import reshard
-from hoccl_jax.runtime import check_errors, init, reset_stats, shutdown, stats, topology
+from hoccl_jax.runtime import check_errors, foreground, init, reset_stats, shutdown, stats, topology
 
 try:
     __version__ = _metadata.version("hoccl-jax")
@@ -29,6 +29,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_start",
     "check_errors",
+    "foreground",
     "init",
     "overlap",
     "override_lax",

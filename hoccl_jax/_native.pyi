@@ -29,6 +29,12 @@ def stats() -> dict[str, Any]:
     """Counters since the start or the last `reset_stats`."""
 
 def reset_stats() -> None: ...
+def enter_foreground() -> None:
+    """Begins a region of foreground traffic. Regions are counted."""
+
+def leave_foreground() -> None:
+    """Ends a region of foreground traffic."""
+
 def topology() -> dict[str, Any]:
     """This node, its copying threads, and the processes with their devices and how they are reached."""
 

@@ -91,6 +91,12 @@ class Config:
         _integer(0, 1 << 40),
         "Copies of at most so many bytes are done by the thread that posts the operation.",
     )
+    background_patience_ms: int = _setting(
+        "HOCCL_BACKGROUND_PATIENCE_MS",
+        5,
+        _integer(1, 3_600_000),
+        "Milliseconds that foreground traffic can keep a background transfer from going on, on CPU devices; then one chunk of it moves.",
+    )
     cross_memory: Literal["auto", "on", "off"] = _setting(
         "HOCCL_CROSS_MEMORY",
         "auto",

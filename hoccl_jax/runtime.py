@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -15,11 +16,11 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-from jax._src import distributed, monitoring
+from jax._src import core, distributed, monitoring
 from jax._src.dispatch import BACKEND_COMPILE_EVENT
 from jax._src.interpreters import mlir
 
@@ -94,6 +95,36 @@ def reset_stats() -> None:
         _ensure_started()
         _native.reset_stats()
         _fallbacks.clear()
+
+
+@contextlib.contextmanager
+def foreground() -> Iterator[None]:
+    """Marks a region in which this process has urgent traffic of its own, for instance XLA's collectives or a data loader's.
+
+        with hoccl_jax.foreground():
+            jax.block_until_ready(latency_critical_program(x))
+
+    While a region is active, transfers of priority "background" that this process copies stop between chunks, as they do while foreground
+    transfers of hoccl_jax are active. They don't starve: every HOCCL_BACKGROUND_PATIENCE_MS one chunk moves in spite of it. `stats()` has
+    the counts under "background". Regions may nest and overlap, also between threads. Takes effect on CPU devices; on GPUs, background
+    transfers give way to hoccl_jax's own foreground transfers only.
+
+    The region is one of the host's time. RuntimeError inside functions that JAX traces, where there is none.
+    """
+    if not core.trace_state_clean():
+        raise RuntimeError(
+            "hoccl_jax.foreground() inside a function that JAX traces, where it would last as long as tracing: use it outside"
+        )
+    with _lock:
+        _ensure_started()
+        incarnation = _state.incarnation
+        _native.enter_foreground()
+    try:
+        yield
+    finally:
+        with _lock:
+            if _state.config is not None and _state.incarnation == incarnation:  # a new engine knows nothing of the region
+                _native.leave_foreground()
 
 
 def topology() -> dict[str, Any]:

@@ -61,6 +61,7 @@ void Start(const nb::dict& config, int process_index, int process_count,
   options.chunk_bytes = Setting(config, "chunk_bytes", options.chunk_bytes);
   options.inline_bytes = Setting(config, "inline_bytes", options.inline_bytes);
   options.huge_pages = Setting(config, "huge_pages", options.huge_pages);
+  options.background_patience = std::chrono::milliseconds(Setting<int64_t>(config, "background_patience_ms", 5));
   options.cross_memory = ParseCrossMemory(Setting<std::string>(config, "cross_memory", "auto"));
   options.node_id = Setting<std::string>(config, "node_id", "");
   options.dma_chunk_bytes = Setting(config, "dma_chunk_bytes", options.dma_chunk_bytes);
@@ -98,6 +99,12 @@ nb::dict Stats() {
     if (!stats.contains(section.c_str())) stats[section.c_str()] = nb::dict();
     nb::cast<nb::dict>(stats[section.c_str()])[name.substr(slash + 1).c_str()] = value;
   }
+  const BackgroundCounts background = world->background_counts();
+  nb::dict counts;
+  counts["chunks"] = background.chunks;
+  counts["held"] = background.held;
+  counts["forced"] = background.forced;
+  stats["background"] = counts;
   stats["open_meetings"] = world->OpenMeetings();
   return stats;
 }
@@ -170,7 +177,9 @@ NB_MODULE(_native, m) {
   m.def("connect", &Connect, nb::arg("process_index"), nb::arg("address"));
   m.def("stop", &StopWorld, nb::call_guard<nb::gil_scoped_release>());
   m.def("stats", &Stats);
-  m.def("reset_stats", [] { RunningWorld()->statistics().Reset(); });
+  m.def("reset_stats", [] { RunningWorld()->ResetStatistics(); });
+  m.def("enter_foreground", [] { RunningWorld()->EnterForeground(); });
+  m.def("leave_foreground", [] { RunningWorld()->LeaveForeground(); });
   m.def("topology", &Topology);
   m.def("check_streams", &CheckStreams);
   m.def("compilation_began", &BeginCompilation);

@@ -104,7 +104,8 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   world->executor_ = std::make_unique<Executor>(ExecutorOptions{.copy_threads = world->copy_threads_,
                                                                 .chunk_bytes = options.chunk_bytes,
                                                                 .inline_bytes = options.inline_bytes,
-                                                                .huge_pages = options.huge_pages});
+                                                                .huge_pages = options.huge_pages,
+                                                                .background_patience = options.background_patience});
   world->rendezvous_ = std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
                                                                          .executor = world->executor_.get(),
                                                                          .proxy = world->proxy_.get(),

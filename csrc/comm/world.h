@@ -31,6 +31,7 @@ struct WorldOptions {
   int64_t chunk_bytes = 256 << 10;
   int64_t inline_bytes = 32 << 10;
   bool huge_pages = true;
+  std::chrono::microseconds background_patience{5000};
   CrossMemory cross_memory = CrossMemory::kAuto;
   std::string node_id = {};  // tells hosts apart in place of the boot id
 
@@ -72,6 +73,16 @@ class World {
 
   // The same for CUDA devices; null if this process has none.
   StreamExchange* streams() { return streams_.get(); }
+
+  // A region of foreground traffic that is not the engine's: until it ends, background transfers of CPU devices stop between chunks.
+  void EnterForeground() { executor_->EnterForeground(); }
+  void LeaveForeground() { executor_->LeaveForeground(); }
+  BackgroundCounts background_counts() { return executor_->background_counts(); }
+
+  void ResetStatistics() {
+    statistics_.Reset();
+    executor_->ResetBackgroundCounts();
+  }
 
   InFlight& in_flight() { return in_flight_; }
   Statistics& statistics() { return statistics_; }

@@ -59,6 +59,7 @@ void Executor::Submit(Transfer* transfer) {
   {
     std::lock_guard lock(mutex_);
     (transfer->background_ ? background_ : foreground_).transfers.push_back(transfer);
+    if (!transfer->background_) ++active_foreground_;
   }
   if (chunks > 1) {
     wake_.notify_all();
@@ -82,12 +83,54 @@ void Executor::Take(Ring* ring, Chunk* chunk) {
 bool Executor::TakeChunk(Chunk* chunk) {
   if (!foreground_.transfers.empty()) {
     Take(&foreground_, chunk);
-  } else if (!background_.transfers.empty()) {
-    Take(&background_, chunk);
-  } else {
-    return false;
+    return true;
   }
+  if (background_.transfers.empty() || !AdmitBackground()) return false;
+  Take(&background_, chunk);
+  ++counts_.chunks;
+  if (background_.transfers.empty()) holding_ = false;  // nothing is held any more
   return true;
+}
+
+bool Executor::AdmitBackground() {
+  if (active_foreground_ == 0 || stopping_) {
+    holding_ = false;
+    return true;
+  }
+  const Clock::time_point now = Clock::now();
+  if (!holding_) {
+    holding_ = true;
+    held_since_ = now;
+    ++counts_.held;
+  }
+  if (now < held_since_ + options_.background_patience) return false;
+  held_since_ = now;
+  ++counts_.forced;
+  return true;
+}
+
+void Executor::EnterForeground() {
+  std::lock_guard lock(mutex_);
+  ++active_foreground_;
+}
+
+void Executor::LeaveForeground() {
+  std::lock_guard lock(mutex_);
+  EndForeground();
+}
+
+void Executor::EndForeground() {
+  if (--active_foreground_ == 0 && !background_.transfers.empty()) wake_.notify_all();
+}
+
+BackgroundCounts Executor::background_counts() {
+  std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+void Executor::ResetBackgroundCounts() {
+  std::lock_guard lock(mutex_);
+  counts_ = {};
 }
 
 void Executor::Run() {
@@ -97,7 +140,11 @@ void Executor::Run() {
     Chunk chunk;
     if (!TakeChunk(&chunk)) {
       if (stopping_) return;
-      wake_.wait(lock);
+      if (background_.transfers.empty()) {
+        wake_.wait(lock);
+      } else {
+        wake_.wait_until(lock, held_since_ + options_.background_patience);
+      }
       continue;
     }
     lock.unlock();
@@ -107,11 +154,12 @@ void Executor::Run() {
       std::lock_guard error_lock(transfer->error_mutex_);
       if (transfer->error_.ok()) transfer->error_ = std::move(status);
     }
+    const bool foreground = !transfer->background_;
     // acq_rel: the thread that counts to zero has seen every other thread's copies and errors.
-    if (transfer->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      transfer->observer_->OnTransferDone(transfer, std::exchange(transfer->error_, {}));
-    }
+    const bool last = transfer->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    if (last) transfer->observer_->OnTransferDone(transfer, std::exchange(transfer->error_, {}));
     lock.lock();
+    if (last && foreground) EndForeground();
   }
 }
 

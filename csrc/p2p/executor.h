@@ -1,8 +1,12 @@
 // Runs transfers on the host's copy threads. Transfers advance chunk by chunk in turns, so a short one is never stuck behind a long one,
-// and receivers of the same source read it while it is in the cache. Background chunks run only when no foreground chunk waits.
+// and receivers of the same source read it while it is in the cache.
+//
+// Background transfers stop at the next chunk's border while foreground traffic is active: a foreground transfer that has chunks left, or a
+// region in which the caller has traffic of its own. They don't starve: now and then a chunk goes in spite of it.
 #ifndef HOCCL_P2P_EXECUTOR_H_
 #define HOCCL_P2P_EXECUTOR_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -18,6 +22,14 @@ struct ExecutorOptions {
   int64_t chunk_bytes = 256 << 10;
   int64_t inline_bytes = 32 << 10;  // transfers up to this size are copied by the thread that starts them
   bool huge_pages = true;
+  std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep background chunks from going
+};
+
+// What background transfers have done.
+struct BackgroundCounts {
+  int64_t chunks = 0;
+  int64_t held = 0;    // how often there were chunks to move, and foreground traffic that kept them
+  int64_t forced = 0;  // chunks that went in spite of foreground traffic
 };
 
 class Executor {
@@ -34,7 +46,16 @@ class Executor {
   // Hands the transfer to the copy threads. The observer is told of the end by one of them.
   void Submit(Transfer* transfer);
 
+  // Begins and ends a region of foreground traffic that is not the executor's. Regions may overlap.
+  void EnterForeground();
+  void LeaveForeground();
+
+  BackgroundCounts background_counts();
+  void ResetBackgroundCounts();
+
  private:
+  using Clock = std::chrono::steady_clock;
+
   struct Chunk {
     Transfer* transfer = nullptr;
     StridedCopy piece;
@@ -46,7 +67,11 @@ class Executor {
   };
 
   void Run();
-  bool TakeChunk(Chunk* chunk);  // with mutex_ held
+
+  // With mutex_ held.
+  bool TakeChunk(Chunk* chunk);
+  bool AdmitBackground();
+  void EndForeground();
   static void Take(Ring* ring, Chunk* chunk);
 
   const ExecutorOptions options_;
@@ -54,6 +79,10 @@ class Executor {
   std::condition_variable wake_;
   Ring foreground_;
   Ring background_;
+  int64_t active_foreground_ = 0;  // transfers and regions
+  bool holding_ = false;           // background chunks wait for foreground traffic to end, since ...
+  Clock::time_point held_since_;   // ... this moment, or the last chunk that went in spite of it
+  BackgroundCounts counts_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -23,6 +23,7 @@ def test_every_field_is_read_from_its_variable() -> None:
     texts = {
         "HOCCL_TIMEOUT_S": ("7", 7.0),
         "HOCCL_DISABLE": ("on", True),
+        "HOCCL_BACKGROUND_PATIENCE_MS": ("9", 9),
         "HOCCL_OVERLAP": ("0", False),
         "HOCCL_OVERRIDE_LAX": ("1", True),
         "HOCCL_COPY_THREADS": ("3", 3),
