@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
+from benchmarks import peer_copy
 from tests import cases
 
 _REDUCES = ("all_gather", "pbroadcast")  # their transposes are reductions of jax.lax, which NCCL refuses to ranks that share a GPU
@@ -138,8 +139,27 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
     return result
 
 
+def gpu_events(step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What runs on this process's GPUs during one call of `step`, in order of time: name, device, start and duration in us, details."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step())
+        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    found = []
+    for event in events:
+        stream = threads.get((event.get("pid"), event.get("tid")), "")
+        device = processes.get(event.get("pid"), "")
+        if event.get("ph") == "X" and "/device:GPU" in device and stream.startswith("Stream"):
+            details = {k: v for k, v in event.get("args", {}).items() if k.endswith("_details")}
+            found.append({"name": event["name"], "device": device, "stream": stream, "at": event["ts"], "us": event["dur"], **details})
+    return sorted(found, key=lambda event: event["at"])
+
+
 def profile(steps: int) -> dict[str, Any]:
-    """What runs on the GPU in a program of all-gathers and ppermutes and nothing else."""
+    """What runs on the GPU in a program of all-gathers and ppermutes and nothing else: name and memory -> how often, and us in all."""
     ring = [(r, (r + 1) % gpu_mesh().size) for r in range(gpu_mesh().size)]
 
     def body(x: jax.Array) -> list[jax.Array]:
@@ -152,24 +172,11 @@ def profile(steps: int) -> dict[str, Any]:
     step = program(body)
     x = spread(256, 1024)
     jax.block_until_ready(step(x))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(step(x))
-        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     seen: dict[str, Any] = {}
-    for event in events:
-        if event.get("ph") != "X" or "/device:GPU" not in processes.get(event["pid"], ""):
-            continue
-        if not threads.get((event["pid"], event["tid"]), "").startswith("Stream"):
-            continue
-        name = f"{event['name']} | {threads[event['pid'], event['tid']].split('(')[-1]}"
-        entry = seen.setdefault(name, {"count": 0, "us": 0.0, "args": {}})
+    for event in gpu_events(lambda: step(x)):
+        entry = seen.setdefault(f"{event['name']} {event.get('memcpy_details', '')}", {"count": 0, "us": 0.0})
         entry["count"] += 1
-        entry["us"] += event.get("dur", 0)
-        entry["args"] = {k: v for k, v in event.get("args", {}).items() if k in ("memcpy_details", "kernel_details", "memset_details")}
+        entry["us"] += event["us"]
     return seen
 
 
@@ -237,7 +244,7 @@ def random_operations(seconds: float, seed: int) -> dict[str, Any]:
     }
 
 
-def interference(size: int, count: int, moved: int, libraries: list[str]) -> dict[str, Any]:
+def interference(size: int, count: int, moved: int, libraries: list[str], events: bool = False) -> dict[str, Any]:
     """us of `count` products of size x size matrices alone, and beside one transfer of `moved` bytes that takes almost as long."""
     mesh = gpu_mesh()
     ring = [(r, (r + 1) % mesh.size) for r in range(mesh.size)]
@@ -260,6 +267,13 @@ def interference(size: int, count: int, moved: int, libraries: list[str]) -> dic
         programs[f"{name} transfer"] = (jitted(lambda x, permute=permute: permute(x, "x", ring), 1), (x,))
         both = jitted(lambda x, w, permute=permute: (permute(x, "x", ring), gemms(w)), 2)
         programs[f"{name} both"] = (both, (x, weights))
+    if events:
+        step, arguments = programs[f"{libraries[0]} both"]
+        jax.block_until_ready(step(*arguments))
+        first = gpu_events(lambda: step(*arguments))
+        return {
+            "events": [(e["device"][-1], e["stream"][:12], e["name"][:24], round(e["at"] - first[0]["at"]), round(e["us"])) for e in first]
+        }
     times: dict[str, list[float]] = collections.defaultdict(list)
     for i in range(4):  # in turns
         for name, (step, arguments) in programs.items():
@@ -269,7 +283,11 @@ def interference(size: int, count: int, moved: int, libraries: list[str]) -> dic
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-TASKS = {f.__name__: f for f in (equivalence, chains, profile, random_operations, interference)}
+def limits(sizes: list[int]) -> dict[str, Any]:
+    return peer_copy.pairs(sizes)
+
+
+TASKS = {f.__name__: f for f in (limits, equivalence, chains, profile, random_operations, interference)}
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ namespace hoccl {
 namespace {
 
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
+// Own slices from this size on are copied beside the pushes, by the executor, instead of before them.
+constexpr int64_t kOwnBytes = 8 << 20;
 // How long a device's thread polls without a pause for pushes that can't start, and how long it then pauses.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
@@ -125,7 +127,12 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
   for (int i = 0; i < static_cast<int>(flows.size()); ++i) {
     const Flow& flow = flows[i];
     if (flow.src == flow.dst) {
-      if (flow.src == rank) binding->own_.push_back(i);
+      if (flow.src != rank) continue;
+      if (flow.copy.bytes() < kOwnBytes) {
+        binding->own_.push_back(i);
+      } else {
+        binding->out_.push_back({.flow = i, .departure = static_cast<uint32_t>(binding->out_.size()), .own = true});
+      }
       continue;
     }
     const uint32_t arrival = arrivals[flow.dst]++;
@@ -140,7 +147,7 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
   }
   for (Binding::Out& out : binding->out_) out.users = users[flows[out.flow].dst];
   binding->arrivals_ = arrivals[rank];
-  const auto slots = static_cast<uint32_t>(2 + binding->arrivals_ + binding->out_.size());
+  const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size());
   const Result<uint32_t> slot = resources_->flags->AcquireSlots(slots);
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
@@ -269,8 +276,7 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, CUs
   for (const Flight& flight : execution->flights) {
     if (flight.way != Flight::Way::kInStream) continue;
     HOCCL_RETURN_IF_ERROR(stream.Copy(flight.target.address, execution->operand, flows[flight.flow].copy));
-    operations.push_back(
-        {kWrite, flight.target.flags->OnDevice({.slot = flight.ready.slot + 1 + flight.out.arrival, .value = flight.ready.value})});
+    operations.push_back({kWrite, flight.target.flags->OnDevice(flight.Arrival())});
     statistics_->CountBytes(Engine::kPeerDma, flows[flight.flow].copy.bytes());
     statistics_->CountPush(true);
   }
@@ -278,7 +284,6 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, CUs
   for (const Flight& flight : execution->flights) {
     if (flight.way == Flight::Way::kProxy) operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
   }
-  operations.push_back({kWrite, own.OnDevice(execution->Ended())});
   return stream.RunFlags(operations);
 }
 
@@ -336,6 +341,10 @@ bool StreamExchange::MatchAll(Device* device, Execution* execution) {
   for (size_t i = 0; i < execution->flights.size(); ++i) {
     Flight& flight = execution->flights[i];
     if (flight.way != Flight::Way::kUnmatched) continue;
+    if (flight.out.own) {
+      SubmitOwn(device, execution, &flight);
+      continue;
+    }
     const PostKey key = ReceiverOf(*execution, flight);
     const auto known = posts_.find(key);
     if (known == posts_.end()) {
@@ -397,12 +406,32 @@ void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
                                   .background = execution.plan->call->operation.priority == Priority::kBackground,
                                   .sender_ready = {own.address(execution.slot), execution.value},
                                   .receiver_ready = {theirs.address(post.slot), post.value},
-                                  .arrived = theirs.OnDevice({.slot = post.slot + 1 + flight.out.arrival, .value = post.value}),
+                                  .arrived = theirs.OnDevice(flight.Arrival()),
                                   .departed = own.OnDevice(departure),
                                   .departed_seen = {own.address(departure.slot), departure.value}});
   statistics_->CountBytes(Engine::kPeerDma, flow.copy.bytes());
   statistics_->CountPush(false);
   waiting.device->wake.notify_one();
+}
+
+void StreamExchange::SubmitOwn(Device* device, Execution* execution, Flight* flight) {
+  flight->way = Flight::Way::kProxy;
+  FlagMemory& own = resources_->flags->memory();
+  const Ticket departure = execution->Departure(flight->out.departure);
+  const HostFlag ready = {own.address(execution->slot), execution->value};
+  const StridedCopy& copy = execution->plan->call->flows[flight->flow].copy;
+  device->pushes->Submit({.dst = execution->result,
+                          .src = execution->operand,
+                          .copy = copy,
+                          .receiver = device->entry.global_id,
+                          .background = execution->plan->call->operation.priority == Priority::kBackground,
+                          .sender_ready = ready,
+                          .receiver_ready = ready,
+                          .arrived = own.OnDevice(departure),
+                          .departed = own.OnDevice(departure),
+                          .departed_seen = {own.address(departure.slot), departure.value}});
+  statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
+  device->wake.notify_one();
 }
 
 bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* target) {

@@ -113,10 +113,12 @@ class StreamExchange : public ProxyListener {
   void Await(Device* device, Execution* execution);
   bool Reach(Device* device, const StreamPost& post, Target* target);
   void Submit(const Waiting& waiting, const StreamPost& post);
+  void SubmitOwn(Device* device, Execution* execution, Flight* flight);
   void Use(const Flight& flight, const PostKey& key);
   void CheckAgreement(const Execution& execution, const StreamPost& post);
   bool IsInStream(const Execution& execution, const Flight& flight) const;
   PostKey ReceiverOf(const Execution& execution, const Flight& flight) const;
+  bool IsOver(const Execution& execution) const;
   void Watch(Device* device);
   void Retire(Device* device);
   void CheckDeadlines(Device* device);
@@ -165,13 +167,14 @@ class StreamExchange::Binding {
     uint32_t arrival = 0;    // its flag among the receiver's, behind the first
     uint32_t departure = 0;  // and among ours
     int users = 0;           // flows of this process that go to the same rank
+    bool own = false;        // stays on the device
   };
 
   std::shared_ptr<const GroupPlan> plan_;
   int rank_ = 0;
   Device* device_ = nullptr;
   std::vector<Out> out_;
-  std::vector<int> own_;      // flows that stay on the device
+  std::vector<int> own_;      // flows that stay on the device and are short
   std::vector<int> sources_;  // processes that send to this rank
   uint32_t arrivals_ = 0;
   StreamPost post_;  // what all executions have in common

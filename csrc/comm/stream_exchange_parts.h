@@ -59,6 +59,9 @@ struct StreamExchange::Flight {
   Way way = Way::kUnmatched;
   Target target;  // once matched
   Ticket ready;   // the receiver's flag
+
+  // And its flag that says that the flight has arrived.
+  Ticket Arrival() const { return {.slot = ready.slot + 1 + out.arrival, .value = ready.value}; }
 };
 
 struct StreamExchange::Waiting {
@@ -76,7 +79,7 @@ struct StreamExchange::Execution {
   CUdeviceptr operand = 0;
   CUdeviceptr result = 0;
   uint32_t value = 0;  // of all its flags
-  uint32_t slot = 0;   // ready, arrivals, departures, ended
+  uint32_t slot = 0;   // ready, arrivals, departures
   uint32_t arrivals = 0;
   std::vector<Flight> flights;
   bool begun = false;       // the stream has reached it,
@@ -85,7 +88,6 @@ struct StreamExchange::Execution {
   Ticket Ready() const { return {.slot = slot, .value = value}; }
   Ticket Arrival(uint32_t i) const { return {.slot = slot + 1 + i, .value = value}; }
   Ticket Departure(uint32_t i) const { return {.slot = slot + 1 + arrivals + i, .value = value}; }
-  Ticket Ended() const { return {.slot = slot + 1 + arrivals + static_cast<uint32_t>(flights.size()), .value = value}; }
 };
 
 }  // namespace hoccl

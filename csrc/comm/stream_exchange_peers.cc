@@ -187,11 +187,24 @@ void StreamExchange::Watch(Device* device) {
   DropGoneMemory(device);
 }
 
+bool StreamExchange::IsOver(const Execution& execution) const {
+  const FlagMemory& own = resources_->flags->memory();
+  if (!own.HasReached(execution.Ready())) return false;
+  for (uint32_t i = 0; i < execution.arrivals; ++i) {
+    if (!own.HasReached(execution.Arrival(i))) return false;
+  }
+  return std::all_of(execution.flights.begin(), execution.flights.end(), [&](const Flight& flight) {
+    // What it has pushed itself is over when the receiver's flag behind it is set.
+    if (flight.way == Flight::Way::kInStream) return flight.target.flags->HasReached(flight.Arrival());
+    return flight.way == Flight::Way::kProxy && own.HasReached(execution.Departure(flight.out.departure));
+  });
+}
+
 void StreamExchange::Retire(Device* device) {
   if (failed_) return;  // their flags say nothing any more
   FlagMemory& own = resources_->flags->memory();
   const auto over = std::stable_partition(device->executions.begin(), device->executions.end(),
-                                          [&](const auto& execution) { return !own.HasReached(execution->Ended()); });
+                                          [&](const auto& execution) { return !IsOver(*execution); });
   for (auto execution = over; execution != device->executions.end(); ++execution) {
     for (Flight& flight : (*execution)->flights) {
       // Unused this time; a flag that stays behind for 2^31 uses would look ahead.
@@ -231,6 +244,7 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   };
   std::vector<int> named;
   for (const Flight& flight : execution.flights) {
+    if (flight.out.own) continue;
     const int receiver = plan.call->flows[flight.flow].dst;
     named.push_back(receiver);
     if (flight.target.flags == nullptr && !posts_.contains(ReceiverOf(execution, flight))) {
