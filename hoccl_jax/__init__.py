@@ -3,6 +3,7 @@
 from importlib import metadata as _metadata
 
 from hoccl_jax.collectives import all_gather, all_to_all, pbroadcast, ppermute, precv, psend, pshuffle
+from hoccl_jax.exchange import Flow, exchange
 from hoccl_jax.futures import (
     Future,
     all_gather_start,
@@ -14,7 +15,9 @@ from hoccl_jax.futures import (
     pshuffle_start,
 )
 from hoccl_jax.lax_override import override_lax
+from hoccl_jax.mpmd import recv, send
 from hoccl_jax.partitioning import reshard
+from hoccl_jax.ragged import ragged_all_to_all
 from hoccl_jax.runtime import check_errors, foreground, init, reset_stats, shutdown, stats, topology
 
 try:
@@ -23,12 +26,14 @@ except _metadata.PackageNotFoundError:  # run from a source tree that isn't inst
     __version__ = "0+source"
 
 __all__ = [
+    "Flow",
     "Future",
     "all_gather",
     "all_gather_start",
     "all_to_all",
     "all_to_all_start",
     "check_errors",
+    "exchange",
     "foreground",
     "init",
     "overlap",
@@ -42,8 +47,11 @@ __all__ = [
     "psend",
     "pshuffle",
     "pshuffle_start",
+    "ragged_all_to_all",
+    "recv",
     "reset_stats",
     "reshard",
+    "send",
     "shutdown",
     "stats",
     "topology",

@@ -16,8 +16,9 @@ from jax._src import config as jax_config
 from jax._src import core
 from jax._src.interpreters import mlir
 from jax._src.mesh import Mesh
+from jax.extend.core import Primitive
 
-from hoccl_jax import primitives, runtime
+from hoccl_jax import primitives, ragged, runtime
 from hoccl_jax.config import Config
 
 _active = jax_config.config_ext.Config[bool]("hoccl_override_lax", False, include_in_jit_key=True, include_in_trace_context=True)
@@ -28,8 +29,9 @@ def override_lax(enable: bool = True) -> Iterator[None]:
     """Within it, programs that this thread compiles run jax.lax's collectives on hoccl_jax; with `enable=False`, as JAX runs them.
 
     The collectives: all_gather (with any `to`), all_to_all, ppermute, pshuffle, pbroadcast, psend and precv, also where a transposition
-    makes them, on CPU and CUDA devices. Reductions, JAX's internal asynchronous forms, other platforms, and programs over an abstract mesh
-    or with symbolic shapes stay JAX's own; `hoccl_jax.stats()["fallbacks"]` counts call sites of the last two kinds.
+    makes them, on CPU and CUDA devices, and ragged_all_to_all on CPU devices. Reductions, JAX's internal asynchronous forms, other
+    platforms, and programs over an abstract mesh or with symbolic shapes stay JAX's own; `hoccl_jax.stats()["fallbacks"]` counts call sites
+    of the last two kinds.
 
     Programs compiled within the context and outside it live side by side: entering and leaving recompiles nothing.
     HOCCL_OVERRIDE_LAX=1, set before hoccl_jax is imported, is a context around the whole process. HOCCL_DISABLE=1 wins over both.
@@ -51,9 +53,7 @@ def _unsupported(ctx: Any) -> str | None:
     return None
 
 
-def _rule(collective: primitives.Collective, platform: str, theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    name = collective.twin.name
-
+def _rule(name: str, ours: Callable[..., Any], platform: str, theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         reason = None
         config = Config.from_env()
@@ -61,7 +61,7 @@ def _rule(collective: primitives.Collective, platform: str, theirs: Callable[...
             reason = _unsupported(ctx)
             if reason is None:
                 options = primitives.Options("foreground", config.overlap)
-                return primitives.lower(collective, platform, ctx, *operands, options=options, **params)
+                return ours(ctx, *operands, options=options, **params)
         if theirs is None:
             raise NotImplementedError(f"MLIR translation rule for primitive '{name}' not found for platform {platform}")
         if reason is not None:
@@ -74,17 +74,16 @@ def _rule(collective: primitives.Collective, platform: str, theirs: Callable[...
 @functools.cache
 def _install() -> None:
     for collective in primitives.COLLECTIVES:
-        twin = collective.twin
         for platform in primitives.PLATFORMS:
-            theirs = mlir._platform_specific_lowerings[platform].get(twin) or mlir._lowerings.get(twin)
             # Sends and receives are numbered as they are lowered, so two equal ones must not share a lowering.
-            mlir.register_lowering(
-                twin,
-                _rule(collective, platform, theirs.rule if theirs else None),
-                platform=platform,
-                inline=theirs.inline if theirs else True,
-                cacheable=not collective.one_sided,
-            )
+            _register(collective.twin, functools.partial(primitives.lower, collective, platform), platform, not collective.one_sided)
+    _register(ragged.TWIN, ragged.lower, "cpu", True)
+
+
+def _register(twin: Primitive, ours: Callable[..., Any], platform: str, cacheable: bool) -> None:
+    theirs = mlir._platform_specific_lowerings[platform].get(twin) or mlir._lowerings.get(twin)
+    rule = _rule(twin.name, ours, platform, theirs.rule if theirs else None)
+    mlir.register_lowering(twin, rule, platform=platform, inline=theirs.inline if theirs else True, cacheable=cacheable)
 
 
 _VARIABLE = "HOCCL_OVERRIDE_LAX"

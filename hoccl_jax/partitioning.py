@@ -16,12 +16,13 @@ from jax import lax
 from jax._src import core, dispatch
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.lib.mlir import ir
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from hoccl_jax import collectives, reshard_plan, runtime
+from hoccl_jax import collectives, primitives, reshard_plan, runtime
 from hoccl_jax.config import Config
 from hoccl_jax.reshard_plan import Layout, Sizes, Step
 
@@ -231,7 +232,7 @@ def _lower(ctx: Any, *operands: Any, target: NamedSharding, back: bool = False) 
     value, operands = operands[0], operands if back else operands[:1]
     if devices is not None and len(devices) == target.mesh.size > 1:
         mesh = Mesh(np.array(devices).reshape(target.mesh.axis_sizes), target.mesh.axis_names)
-        call = _partitioned(mesh, target.spec, result.ndim, back)
+        call = _partitioned(mesh, target.spec, result.ndim, back, primitives._module_name(ctx))
         inner = ctx.replace(avals_in=ctx.avals_in[: len(operands)])
         (value,) = mlir.lower_fun(call, multiple_results=False)(inner, *operands)
     return [value] if back else _constrain(ctx, value, target=target)
@@ -248,7 +249,7 @@ def _constrain(ctx: Any, value: Any, *_: Any, target: NamedSharding, back: bool 
     return [mlir.wrap_with_sharding_op(ctx, value, result, wanted)]
 
 
-def _partitioned(mesh: Mesh, spec: PartitionSpec, ndim: int, back: bool) -> Any:
+def _partitioned(mesh: Mesh, spec: PartitionSpec, ndim: int, back: bool, module: str) -> Any:
     """The call that XLA's partitioner asks for its program. Its result and its operand share no factor of the sharding rule, so nothing is
     propagated across; with `back` the result is sharded like the second operand."""
     target = NamedSharding(mesh, spec)
@@ -263,7 +264,7 @@ def _partitioned(mesh: Mesh, spec: PartitionSpec, ndim: int, back: bool) -> Any:
         if isinstance(steps, str):
             runtime.count_fallback("reshard", steps)
             return mesh, lambda x, *like: x, wanted, (wanted, *given[1:])
-        return mesh, lambda x, *like: steps_p.bind(x, steps=steps, sizes=_sizes(mesh)), wanted, given
+        return mesh, lambda x, *like: steps_p.bind(x, steps=steps, sizes=_sizes(mesh), module=module), wanted, given
 
     def infer(_mesh: Any, operands: Any, result: Any) -> Any:
         return replicated(operands[1]) if back else target
@@ -319,11 +320,13 @@ not be traced with its types, so they are traced as late as at this primitive's 
 
 
 @steps_p.def_abstract_eval
-def _shard_after(x: Any, *, steps: tuple[Step, ...], sizes: Sizes) -> Any:
+def _shard_after(x: Any, *, steps: tuple[Step, ...], sizes: Sizes, module: str) -> Any:
     return core.ShapedArray(reshard_plan.shard_after(x.shape, steps, sizes), x.dtype)
 
 
-def _lower_steps(ctx: Any, x: Any, *, steps: tuple[Step, ...], sizes: Sizes) -> Any:
+def _lower_steps(ctx: Any, x: Any, *, steps: tuple[Step, ...], sizes: Sizes, module: str) -> Any:
+    # Part of the identity of call sites, which are counted until the compilation of the module of this name ends.
+    ctx.module_context.module.operation.attributes["sym_name"] = ir.StringAttr.get(module)
     with mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh):
         plain = [[core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
         inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
@@ -336,7 +339,7 @@ mlir.register_lowering(steps_p, _lower_steps, cacheable=False)
 for _primitive in (move_p, like_p):
     dispatch.prim_requires_devices_during_lowering.add(_primitive)
     mlir.register_lowering(_primitive, _constrain)
-    for _platform in ("cpu", "cuda"):
+    for _platform in primitives.PLATFORMS:
         mlir.register_lowering(_primitive, _lower, platform=_platform, cacheable=False)
 
 

@@ -173,6 +173,14 @@ def register_targets() -> None:
             jax.monitoring.register_event_duration_secs_listener(_compilation_ended)
 
 
+def devices(platform: str) -> list[jax.Device]:
+    """The devices of all processes; none where jax has no such platform here."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        return []
+
+
 def has_device(device: jax.Device) -> bool:
     """Is `device` a device of this job's backends, rather than one of a described topology that programs are only compiled for?"""
     client = getattr(device, "client", None)

@@ -52,6 +52,12 @@ Result<std::shared_ptr<const Call>> CallFromAttributes(const ffi::Dictionary& at
   CallSite site;
   site.module = reader.String("module");
   site.site = reader.Integer("site");
+  const bool replaces_rows = kind_name == KindName(Kind::kExchange) || kind_name == KindName(Kind::kRaggedAllToAll);
+  if (replaces_rows) {
+    operation.result_rows = reader.Integer("result_rows");
+    operation.slices = static_cast<int>(reader.Integer("slices"));
+  }
+  const std::vector<int64_t> blocks = replaces_rows ? reader.Integers("blocks") : std::vector<int64_t>();
   const std::vector<int64_t> pairs = reader.Integers("pairs");
   const std::vector<int64_t> devices = reader.Integers("groups");
   HOCCL_RETURN_IF_ERROR(reader.status());
@@ -61,6 +67,10 @@ Result<std::shared_ptr<const Call>> CallFromAttributes(const ffi::Dictionary& at
   operation.kind = *kind;
   if (pairs.size() % 2 != 0) return InvalidArgument("attribute 'pairs' has an odd length");
   for (size_t i = 0; i < pairs.size(); i += 2) operation.pairs.emplace_back(static_cast<int>(pairs[i]), static_cast<int>(pairs[i + 1]));
+  if (blocks.size() % 5 != 0) return InvalidArgument("attribute 'blocks' is no list of five numbers each");
+  for (size_t i = 0; i < blocks.size(); i += 5) {
+    operation.blocks.push_back({static_cast<int>(blocks[i]), static_cast<int>(blocks[i + 1]), blocks[i + 2], blocks[i + 3], blocks[i + 4]});
+  }
   if (devices.empty()) {
     return FailedPrecondition(kind_name +
                               " was lowered for an abstract mesh, which does not say on which devices it runs: give shard_map the concrete "
@@ -73,7 +83,8 @@ Result<std::shared_ptr<const Call>> CallFromAttributes(const ffi::Dictionary& at
   std::vector<std::vector<int64_t>> groups;
   for (auto group = devices.begin(); group != devices.end(); group += operation.group_size)
     groups.emplace_back(group, group + operation.group_size);
-  site.ordinal = NextOrdinal(site.module, site.site, operation.kind);
+  site.tagged = attributes.contains("tagged");
+  if (!site.tagged) site.ordinal = NextOrdinal(site.module, site.site, operation.kind);
   return Call::Make(std::move(operation), std::move(groups), std::move(site));
 }
 

@@ -1,8 +1,10 @@
 #include "xla_ffi/cpu_handlers.h"
 
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/bound_call.h"
@@ -30,6 +32,32 @@ ffi::ErrorOr<std::unique_ptr<CpuState>> Instantiate(ffi::Dictionary attributes) 
   return std::make_unique<CpuState>(*std::move(call));
 }
 
+// Of operations that replace rows, the result starts as operand 1. Mostly XLA has given both one buffer. Operand 2, if there is one, is
+// the table of sizes.
+Status ReadyRows(const Operation& operation, const ffi::RemainingArgs& operands, const ffi::AnyBuffer& result,
+                 std::vector<int64_t>* table) {
+  const ffi::ErrorOr<ffi::AnyBuffer> initial = operands.get<ffi::AnyBuffer>(1);
+  if (!initial.has_value() || static_cast<int64_t>(initial->size_bytes()) != operation.ResultBytes() ||
+      initial->size_bytes() != result.size_bytes())
+    return InvalidArgument(operation.ToString() + ": operand 1 and the result don't have the operation's size");
+  if (initial->untyped_data() != result.untyped_data()) {
+    std::memcpy(static_cast<std::byte*>(result.untyped_data()), initial->untyped_data(), initial->size_bytes());
+  }
+  if (operation.kind != Kind::kRaggedAllToAll) return {};
+  const ffi::ErrorOr<ffi::AnyBuffer> numbers = operands.get<ffi::AnyBuffer>(2);
+  if (!numbers.has_value()) return InvalidArgument(operation.ToString() + ": no table of sizes");
+  if (numbers->element_type() == ffi::DataType::S32) {
+    const auto* first = static_cast<const int32_t*>(numbers->untyped_data());
+    table->assign(first, first + numbers->element_count());
+  } else if (numbers->element_type() == ffi::DataType::S64) {
+    const auto* first = static_cast<const int64_t*>(numbers->untyped_data());
+    table->assign(first, first + numbers->element_count());
+  } else {
+    return InvalidArgument(operation.ToString() + ": the table of sizes is neither of int32 nor of int64");
+  }
+  return {};
+}
+
 ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     ffi::Dictionary) {
   WorldGuard world;
@@ -41,8 +69,12 @@ ffi::Future Execute(CpuState* state, ffi::RunId run, int32_t ordinal, ffi::Remai
   if (!operand.has_value() || !result.has_value())
     return FailedFuture(InvalidArgument("hoccl_collective takes one operand and gives one result"));
 
+  std::vector<int64_t> table;
+  if (ReplacesRows(state->bound.call().operation.kind)) {
+    if (const Status ready = ReadyRows(state->bound.call().operation, operands, **result, &table); !ready.ok()) return FailedFuture(ready);
+  }
   return FutureOf(world.get(), (*binding)->device, [&](Completion completion, Status* outcome) {
-    return world->Post(*binding, run.run_id, BytesOf(*operand), BytesOf(**result), completion, outcome);
+    return world->Post(*binding, run.run_id, BytesOf(*operand), BytesOf(**result), completion, outcome, table);
   });
 }
 

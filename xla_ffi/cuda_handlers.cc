@@ -31,7 +31,7 @@ ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary attributes)
   Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
   if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
   const Kind kind = (*call)->operation.kind;
-  if (kind == Kind::kSend || kind == Kind::kRecv) {
+  if (kind == Kind::kSend || kind == Kind::kRecv || ReplacesRows(kind)) {
     return ffi::Unexpected(ToFfiError(Unimplemented(std::string(KindName(kind)) + ": not on CUDA devices; use ppermute there")));
   }
   return std::make_unique<CudaState>(*std::move(call));

@@ -56,6 +56,8 @@ uint64_t SignatureOf(const Operation& operation) {
   hasher.Add(static_cast<uint64_t>(operation.shape.size()));
   for (int64_t extent : operation.shape) hasher.Add(extent);
   for (const auto& [source, destination] : operation.pairs) hasher.Add(source).Add(destination);
+  if (ReplacesRows(operation.kind)) hasher.Add(operation.result_rows).Add(operation.slices);
+  for (const Block& block : operation.blocks) hasher.Add(block.src).Add(block.dst).Add(block.src_row).Add(block.dst_row).Add(block.rows);
   return hasher.value();
 }
 

@@ -16,9 +16,10 @@ namespace hoccl {
 
 // Where in which program a call stands. Every process of a job that compiles the same program finds the same call sites.
 struct CallSite {
-  std::string module;  // name of the lowered module
-  int64_t site = 0;    // number of the call in it
-  int ordinal = 0;     // of the instances of that call in one executable: a function that is lowered once may be inlined twice
+  std::string module;   // name of the lowered module
+  int64_t site = 0;     // number of the call in it
+  int ordinal = 0;      // of the instances of that call in one executable: a function that is lowered once may be inlined twice
+  bool tagged = false;  // a send or recv that meets those of other programs with the same tag, which is `site`; runs don't matter
 
   uint64_t Hash() const;
   std::string ToString() const;  // "jit_step:3" or, beyond the first instance, "jit_step:3.1"

@@ -39,6 +39,8 @@ struct LocalPost {
   CompletionLane* lane = nullptr;
   Completion completion;
 
+  std::vector<StridedCopy> copies;  // of the flows that it receives, where the call does not say; else empty
+
   int unfinished = 0;        // flows of this process that touch its buffers, and processes that read its operand, yet to end
   int active = 0;            // of the flows, those that run
   std::vector<int> readers;  // processes that may still read the operand

@@ -172,6 +172,7 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
   post->occurrence = request.occurrence;
   post->lane = request.lane;
   post->completion = request.completion;
+  post->copies.assign(request.copies.begin(), request.copies.end());
   if (meeting->failed()) {
     if (post->sides.sends) Announce(post, MessageType::kWithdrawn, actions);
     if (post->segment >= 0) services_.segment->Release(post->segment);
@@ -223,9 +224,16 @@ void Rendezvous::Announce(LocalPost* post, MessageType type, Actions* actions) {
 }
 
 Status Rendezvous::CheckAgreement(Meeting* meeting, const PostRequest& request, Actions* actions) {
+  // Posts of one process may come from two programs.
+  const Call& call = *request.plan->call;
+  if (call.signature != meeting->plan->call->signature) {
+    return InvalidArgument("ranks disagree in " + meeting->Describe(request.occurrence) + ": " +
+                           request.plan->communicator.RankName(request.rank) + " brought " + call.operation.ToString());
+  }
   for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
     if (meeting->slots[rank].remote.posted) HOCCL_RETURN_IF_ERROR(CheckRemote(*meeting, rank, request.occurrence));
   }
+  if (meeting->plan->call->site.tagged) return {};  // then other groups mean other messages
   // Has a rank of this group come to the same call of the same run with another group?
   const Communicator& communicator = request.plan->communicator;
   const auto entry = meetings_.find({meeting->key.site, meeting->key.run});
@@ -270,7 +278,9 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
   ++receiver->active;
   meeting->flows[index] = FlowState::kRunning;
   Transfer* transfer = &meeting->transfers[index];
-  transfer->Start(source, receiver->result, flow.copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
+  // Flows are ordered by destination.
+  const StridedCopy& copy = receiver->copies.empty() ? flow.copy : receiver->copies[index - meeting->plan->ranks[flow.dst].in.front()];
+  transfer->Start(source, receiver->result, copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
   actions->transfers.push_back(transfer);
 }
 
@@ -278,7 +288,8 @@ void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Acti
   const Flow& flow = meeting->plan->call->flows[index];
   meeting->flows[index] = FlowState::kEnded;
   if (status.ok()) {
-    services_.statistics->CountBytes(flow.src == flow.dst ? Engine::kLocalCopy : Engine::kHost, flow.copy.bytes());
+    const int64_t bytes = meeting->transfers[index].copy().bytes();
+    if (bytes > 0) services_.statistics->CountBytes(flow.src == flow.dst ? Engine::kLocalCopy : Engine::kHost, bytes);
   } else if (!meeting->failed()) {
     const Communicator& communicator = meeting->plan->communicator;
     const Status failure(status.code(), meeting->Describe(ReceiverOf(meeting, flow.dst)->occurrence) + ": copying from " +
@@ -419,7 +430,7 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   // Has this device been expected at the same call of the same run with another group?
   const auto entry = meetings_.find({message.key.site, message.key.run});
   for (Meeting* other = entry->second; other != nullptr; other = other->next) {
-    if (other->plan == nullptr || other->key.communicator == message.key.communicator) continue;
+    if (other->plan == nullptr || other->plan->call->site.tagged || other->key.communicator == message.key.communicator) continue;
     const Communicator& communicator = other->plan->communicator;
     const auto member = std::find(communicator.devices.begin(), communicator.devices.end(), message.device);
     if (member == communicator.devices.end()) continue;

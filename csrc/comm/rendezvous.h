@@ -13,6 +13,7 @@
 #include <memory>
 #include <memory_resource>
 #include <mutex>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -33,7 +34,8 @@ struct PostRequest {
   const std::byte* operand = nullptr;
   std::byte* result = nullptr;
   CompletionLane* lane = nullptr;
-  Completion completion;  // called on the lane, unless Post itself returns the outcome
+  std::span<const StridedCopy> copies = {};  // of the rank's incoming flows, where they are known only now
+  Completion completion;                     // called on the lane, unless Post itself returns the outcome
 };
 
 class Rendezvous : public TransferObserver, public ProxyListener {

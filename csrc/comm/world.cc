@@ -12,6 +12,7 @@
 
 #include "csrc/device/host/host_copy.h"
 #include "csrc/device/host/process_memory.h"
+#include "csrc/sched/ragged.h"
 
 namespace hoccl {
 namespace {
@@ -239,20 +240,33 @@ Result<std::unique_ptr<StreamExchange::Binding>> World::BindStream(const std::sh
   return streams_->Bind(place->plan, place->rank);
 }
 
-bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome) {
+bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome,
+                 std::span<const int64_t> table) {
   const Operation& operation = binding->plan->call->operation;
   const RankPlan& rank = binding->plan->ranks[binding->rank];
   const Sides sides = SidesOf(operation.kind);
   statistics_.CountOperation(operation.kind);
   // Ranks that nobody sends to get zeros, as from jax.lax.ppermute.
-  if (sides.receives && rank.in.empty()) std::memset(result, 0, static_cast<size_t>(operation.ResultBytes()));
+  if (sides.receives && rank.in.empty() && !ReplacesRows(operation.kind))
+    std::memset(result, 0, static_cast<size_t>(operation.ResultBytes()));
+  std::vector<StridedCopy> copies;
+  if (operation.kind == Kind::kRaggedAllToAll && !rank.in.empty()) {
+    Result<std::vector<StridedCopy>> known = RaggedCopies(operation, table, binding->rank);
+    if (!known.ok()) {
+      statistics_.CountFailure();
+      *outcome = known.status();
+      return true;
+    }
+    copies = *std::move(known);
+  }
   const PostRequest request{.plan = binding->plan,
                             .rank = binding->rank,
-                            .run = run,
+                            .run = binding->plan->call->site.tagged ? 0 : run,
                             .occurrence = binding->executions.fetch_add(1, std::memory_order_relaxed),
                             .operand = operand,
                             .result = result,
                             .lane = binding->lane,
+                            .copies = copies,
                             .completion = completion};
   const bool takes_part = (sides.sends && rank.sends()) || (sides.receives && rank.receives());
   if (!takes_part) {

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -69,7 +70,9 @@ class World {
 
   // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called
   // on the device's lane. The operand must stay valid, and the result belongs to the engine, until then.
-  bool Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome);
+  // `table`: of a ragged all-to-all, see RaggedCopies.
+  bool Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome,
+            std::span<const int64_t> table = {});
 
   // The same for CUDA devices; null if this process has none.
   StreamExchange* streams() { return streams_.get(); }

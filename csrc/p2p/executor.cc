@@ -27,6 +27,7 @@ void Transfer::Start(const Source& source, std::byte* dst, const StridedCopy& co
 }
 
 Status Transfer::CopyPiece(const StridedCopy& piece, bool streaming) {
+  if (piece.bytes() == 0) return {};
   if (source_.process != 0) return ReadProcessMemory(source_.process, dst_, source_.address, piece);
   CopyStrided(dst_, source_.local, piece, streaming ? Stores::kStreaming : Stores::kCached);
   return {};

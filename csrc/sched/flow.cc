@@ -2,6 +2,7 @@
 #include "csrc/sched/flow.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hoccl {
 namespace {
@@ -87,12 +88,40 @@ std::vector<Flow> PairFlows(const Operation& operation, int64_t bytes) {
   return flows;
 }
 
+// How far round the group from the receiver is the sender?
+int StepsFrom(const Flow& flow, int group_size) { return (flow.src - flow.dst + group_size) % group_size; }
+
+std::vector<Flow> BlockFlows(const Operation& operation) {
+  const int64_t row_bytes = operation.RowBytes();
+  std::vector<Flow> flows;
+  flows.reserve(operation.blocks.size());
+  for (const Block& block : operation.blocks) {
+    flows.push_back(
+        {block.src,
+         block.dst,
+         {.src_offset = block.src_row * row_bytes, .dst_offset = block.dst_row * row_bytes, .row_bytes = block.rows * row_bytes}});
+  }
+  std::ranges::stable_sort(flows, {}, [&](const Flow& flow) { return std::pair(flow.dst, StepsFrom(flow, operation.group_size)); });
+  return flows;
+}
+
+std::vector<Flow> RaggedFlows(const Operation& operation) {
+  std::vector<Flow> flows;
+  const int n = operation.group_size;
+  for (int dst = 0; dst < n; ++dst) {
+    for (int step = 0; step < n; ++step) flows.insert(flows.end(), operation.slices, {(dst + step) % n, dst, {}});
+  }
+  return flows;
+}
+
 }  // namespace
 
 Result<std::vector<Flow>> MakeFlows(const Operation& operation) {
   HOCCL_RETURN_IF_ERROR(operation.Validate());
   int64_t bytes = std::max(operation.OperandBytes(), operation.ResultBytes());  // a send has no result, a receive no operand
   if (bytes == 0) return std::vector<Flow>();
+  if (operation.kind == Kind::kExchange) return BlockFlows(operation);
+  if (operation.kind == Kind::kRaggedAllToAll) return RaggedFlows(operation);
   bool dense = operation.kind == Kind::kAllGather || operation.kind == Kind::kAllToAll;
   return dense ? DenseFlows(operation) : PairFlows(operation, bytes);
 }

@@ -19,8 +19,9 @@ struct Flow {
   friend bool operator==(const Flow&, const Flow&) = default;
 };
 
-// The logical flows of an operation, every (source, destination) pair at most once, own slices (src == dst) included, empty flows left
-// out. Ordered by destination, and for each destination starting at its own rank and going round, so that receivers do not all read from
+// The logical flows of an operation, own slices (src == dst) included, empty flows left out. Only exchanges have several of one (source,
+// destination) pair. The flows of a ragged all-to-all are one for each slice, and have no bytes: RaggedCopies tells them at run time.
+// Ordered by destination, and for each destination starting at its own rank and going round, so that receivers do not all read from
 // the same sender first.
 Result<std::vector<Flow>> MakeFlows(const Operation& operation);
 

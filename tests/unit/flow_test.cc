@@ -261,10 +261,41 @@ TEST(Operation, PrintsAsAUserWouldSayIt) {
 }
 
 TEST(Kind, NamesParseBack) {
-  for (Kind kind : {Kind::kAllGather, Kind::kAllToAll, Kind::kPpermute, Kind::kPbroadcast, Kind::kSend, Kind::kRecv}) {
+  for (Kind kind : {Kind::kAllGather, Kind::kAllToAll, Kind::kPpermute, Kind::kPbroadcast, Kind::kSend, Kind::kRecv, Kind::kExchange,
+                    Kind::kRaggedAllToAll}) {
     EXPECT_EQ(*ParseKind(KindName(kind)), kind);
   }
   EXPECT_EQ(ParseKind("reduce").status().code(), Code::kInvalidArgument);
+}
+
+bool Says(const std::string& message, const std::string& part) { return message.find(part) != std::string::npos; }
+
+TEST(FlowTest, AnExchangeIsItsTable) {
+  const Operation exchange{.kind = Kind::kExchange,
+                           .group_size = 3,
+                           .item_bytes = 4,
+                           .shape = {5, 2},
+                           .result_rows = 7,
+                           .blocks = {{0, 1, 3, 0, 2}, {1, 1, 0, 5, 2}, {0, 1, 0, 2, 3}, {2, 0, 4, 6, 1}}};
+  EXPECT_EQ(exchange.OperandBytes(), 40);
+  EXPECT_EQ(exchange.ResultBytes(), 56);
+  const auto copy = [](int64_t src_row, int64_t dst_row, int64_t rows) {
+    return StridedCopy{.src_offset = 8 * src_row, .dst_offset = 8 * dst_row, .row_bytes = 8 * rows};
+  };
+  // By destination, then by how far round the group the source is; else in the table's order.
+  const std::vector<Flow> expected = {{2, 0, copy(4, 6, 1)}, {1, 1, copy(0, 5, 2)}, {0, 1, copy(3, 0, 2)}, {0, 1, copy(0, 2, 3)}};
+  EXPECT_EQ(FlowsOf(exchange), expected);
+  const auto error = [&](const Block& block) {
+    Operation bad = exchange;
+    bad.blocks.push_back(block);
+    return bad.Validate().message();
+  };
+  EXPECT_PRED2(Says, error({0, 3, 0, 0, 1}), "rows 0..0 of rank 0 to row 0 of rank 3 names a rank outside the group of 3");
+  EXPECT_PRED2(Says, error({0, 2, 4, 0, 2}), "is not within 5 rows of the operand and 7 of the result");
+  EXPECT_PRED2(Says, error({0, 2, 0, 6, 2}), "is not within");
+  EXPECT_PRED2(Says, error({0, 2, 0, 0, 0}), "is not within");
+  EXPECT_PRED2(Says, error({0, 2, -1, 0, 1}), "is not within");
+  EXPECT_PRED2(Says, error({2, 1, 0, 4, 1}), "overlap");
 }
 
 }  // namespace
