@@ -85,7 +85,7 @@ def exchange(
         return into
     if Config.from_env().disable:
         return _by_lax(x, into, names, table)
-    carrier = primitives._carrier(x.dtype)
+    carrier = primitives.carrier(x.dtype)
     moved = exchange_p.bind(x.astype(carrier), into.astype(carrier), axis_name=names, flows=table, options=options)
     return moved.astype(x.dtype)
 

@@ -156,7 +156,7 @@ def _lower(kind: str, ctx: Any, *operands: Any, peers: tuple[int, ...], tag: int
         "groups": np.array(pairs, np.int64).reshape(-1),
         "group_size": 2,
         "dtype": str(aval.dtype),
-        "itemsize": primitives._carrier(physical.dtype).itemsize,
+        "itemsize": primitives.carrier(physical.dtype).itemsize,
         "shape": np.array(physical.shape, np.int64),
         "split_axis": -1,
         "concat_axis": -1,
@@ -166,7 +166,7 @@ def _lower(kind: str, ctx: Any, *operands: Any, peers: tuple[int, ...], tag: int
     token = ctx.tokens_in.get(effect) if ordered else hlo.create_token()
     if kind == "recv" and sends:
         token = hlo.after_all([token, *sends])
-    carried = physical.update(dtype=primitives._carrier(physical.dtype))
+    carried = physical.update(dtype=primitives.carrier(physical.dtype))
     lowering = jax.ffi.ffi_lowering(primitives.TARGET, has_side_effect=True)
     if kind == "send":
         value = primitives._convert(ctx, operands[0], aval, carried)

@@ -46,7 +46,8 @@ def ragged_all_to_all(
       axis_index_groups: as for `all_gather`.
       priority, overlap: see hoccl_jax.collectives.
 
-    On other platforms than CPU it is jax.lax.ragged_all_to_all, counted in `hoccl_jax.stats()["fallbacks"]`. (jax.lax.ragged_all_to_all itself lacks CPU devices.)
+    On other platforms than CPU it is jax.lax.ragged_all_to_all, counted in `hoccl_jax.stats()["fallbacks"]`. (That function itself lacks
+    CPU devices.)
 
     Raises, when it runs, jax.errors.JaxRuntimeError on all ranks of the group, before anything moves, if on any of them a slice is outside
     its operand or output, a size is negative, sender and receiver have different sizes, or two slices overlap at their receiver. Where a
@@ -114,7 +115,7 @@ def _with_table(operand: Any, output: Any, *numbers: Any, options: primitives.Op
     wide = jnp.int64 if any(x.dtype in (jnp.int64, jnp.uint64) for x in numbers) else jnp.int32
     own = jnp.stack([x.astype(wide) for x in numbers])
     table = collectives.all_gather(own, params["axis_name"], axis_index_groups=params["axis_index_groups"])
-    carrier = primitives._carrier(operand.dtype)
+    carrier = primitives.carrier(operand.dtype)
     moved = rows_p.bind(operand.astype(carrier), output.astype(carrier), table, options=options, **params)
     return moved.astype(operand.dtype)
 
