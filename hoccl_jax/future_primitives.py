@@ -8,6 +8,10 @@ Both are linear, and transposition turns one into the other: the transpose of do
 of start awaits it. The cotangent of `buffer` is then the operand of that transfer, and the cotangent of `x` the buffer that it fills,
 which have the right shapes. Whatever ordered computation between start and done does so in the backward pass. Gathers and broadcasts
 are transposed into reductions, which are jax.lax's and have no halves: there the transpose of start does it all.
+
+In **staged** form the engine has buffers of its own, and `staged_start(x)` gives a handle, two numbers that may be copied and carried
+through loops; `staged_done(handle)` gives the result. The handle is of floating point so that it has a cotangent: the handle of the
+transposed transfer. A cotangent of zeros, where nothing contributes, is no transfer.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax import parallel
 from jax._src.lib.mlir import ir
@@ -30,10 +36,16 @@ START_TARGET = "hoccl_start"
 DONE_TARGET = "hoccl_done"
 
 
+STAGED_START_TARGET = "hoccl_staged_start"
+STAGED_DONE_TARGET = "hoccl_staged_done"
+
+
 @dataclasses.dataclass(frozen=True)
 class Halves:
     start: Primitive
     done: Primitive
+    staged_start: Primitive
+    staged_done: Primitive
 
 
 HALVES: dict[Primitive, Halves] = {}
@@ -42,7 +54,8 @@ HALVES: dict[Primitive, Halves] = {}
 
 def _define(collective: Collective) -> Halves:
     twin = collective.twin
-    halves = Halves(Primitive(f"hoccl_{twin.name}_start"), Primitive(f"hoccl_{twin.name}_done"))
+    names = [f"hoccl_{twin.name}_{half}" for half in ("start", "done", "staged_start", "staged_done")]
+    halves = Halves(*map(Primitive, names))
     start, done = halves.start, halves.done
     start.multiple_results = True
 
@@ -63,7 +76,25 @@ def _define(collective: Collective) -> Halves:
     whole = mlir.lower_fun(lambda operand, *, options, **params: [operand, twin.bind(operand, **params)], multiple_results=True)
     mlir.register_lowering(start, whole, cacheable=False)
     mlir.register_lowering(done, lambda ctx, operand, buffer, **params: [buffer])
+    _define_staged(collective, halves.staged_start, halves.staged_done)
     return halves
+
+
+def _define_staged(collective: Collective, start: Primitive, done: Primitive) -> None:
+    """The handle tells nothing of the result, so done has its `shape` and `dtype` as parameters."""
+
+    def start_type(operand: Any, *, options: Options, **params: Any) -> Any:
+        result, effects = collective.twin.abstract_eval(operand, **params)
+        return result.update(shape=(2,), dtype=np.dtype(np.float32), weak_type=False), effects
+
+    start.def_effectful_abstract_eval(start_type)
+    done.def_abstract_eval(lambda handle, *, shape, dtype, **params: handle.update(shape=shape, dtype=dtype))
+    ad.deflinear2(start, partial(_transpose_staged_start, collective))
+    ad.deflinear2(done, partial(_transpose_staged_done, collective))
+    batching.fancy_primitive_batchers[start] = partial(_batch_staged_start, collective)
+    batching.fancy_primitive_batchers[done] = partial(_batch_staged_done, collective)
+    mlir.register_lowering(start, partial(_lower_staged_start, collective), platform="cpu", cacheable=False)
+    mlir.register_lowering(done, partial(_lower_staged_done, collective), platform="cpu", cacheable=False)
 
 
 def _transposed(collective: Collective, params: Params) -> Params | None:
@@ -174,6 +205,56 @@ def _producer(buffer: ir.Value) -> ir.Operation | None:
 def _operation(value: ir.Value) -> ir.Operation | None:
     """What has `value` as a result; None for an argument."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+# The staged form.
+
+
+def _transposed_staged(collective: Collective, params: Params) -> Params:
+    transposed = _transposed(collective, params)
+    if transposed is None:
+        raise NotImplementedError(f"the gradient of {collective.kind}_start(staged=True), which is a reduction: leave staged out")
+    return transposed
+
+
+def _transpose_staged_done(collective: Collective, cotangent: Any, handle: Any, *, shape: Any, dtype: Any, **params: Any) -> Any:
+    return [HALVES[collective.twin].staged_start.bind(cotangent, **_transposed_staged(collective, params))]
+
+
+def _transpose_staged_start(collective: Collective, handle: Any, operand: Any, **params: Any) -> Any:
+    aval = operand.aval
+    transposed = _transposed_staged(collective, params) | {"shape": aval.shape, "dtype": aval.dtype}
+    return [HALVES[collective.twin].staged_done.bind(handle, **transposed)]
+
+
+def _batch_staged_start(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    """The transfer is one; its handle is repeated, so that done sees that it is batched."""
+    operand = jnp.moveaxis(operands[0], dims[0], 0)
+    handle = HALVES[collective.twin].staged_start.bind(operand, **_batched(collective, axis, params))
+    return jnp.broadcast_to(handle, (axis.size, 2)), 0
+
+
+def _batch_staged_done(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    handle = lax.index_in_dim(operands[0], 0, dims[0], keepdims=False)
+    params = _batched(collective, axis, params) | {"shape": (axis.size, *params["shape"])}
+    return HALVES[collective.twin].staged_done.bind(handle, **params), 0
+
+
+def _lower_staged_start(collective: Collective, ctx: Any, operand: Any, *, options: Options, **params: Any) -> Any:
+    (given,) = ctx.avals_in
+    result = collective.twin.abstract_eval(given, **params)[0]
+    attributes = primitives.call_attributes(collective, ctx, given, result, options, params)
+    if attributes is None:
+        raise NotImplementedError(f"{collective.kind}_start(staged=True) of {given.str_short()}, of which nothing moves: leave staged out")
+    return ffi_lowering(STAGED_START_TARGET, has_side_effect=True)(ctx, operand, **attributes)
+
+
+def _lower_staged_done(collective: Collective, ctx: Any, handle: Any, **params: Any) -> Any:
+    (wanted,) = ctx.avals_out
+    lowering = ffi_lowering(STAGED_DONE_TARGET, has_side_effect=True)
+    what = f"{collective.kind} with a result of {wanted.str_short()}"
+    module = primitives.module_name(ctx)
+    return lowering(ctx, handle, module=module, site=0, what=what, bytes=wanted.size * wanted.dtype.itemsize)
 
 
 HALVES.update({collective.twin: _define(collective) for collective in primitives.COLLECTIVES if not collective.one_sided})

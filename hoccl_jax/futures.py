@@ -12,6 +12,7 @@ Plain collectives overlap as well where XLA sees that it pays (see `hoccl_jax.co
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ class _Call:
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
     options: primitives.Options
+    staged: bool
 
     def __call__(self, operand: Any) -> Any:
         return self.function(operand, *self.arguments, **dict(self.keywords))
@@ -49,11 +51,11 @@ class _Captured(Exception):
 class _Capture(core.Trace):
     """While it is the current trace, binding a collective of jax.lax starts ours, and leaves the function that does it."""
 
-    def __init__(self, around: core.Trace, options: primitives.Options):
+    def __init__(self, around: core.Trace, call: _Call):
         super().__init__()
         self._around = around
-        self._options = options
-        self.halves: tuple[Any, ...] = ()
+        self._call = call
+        self.started: tuple[Any, ...] = ()
 
     def process_primitive(self, primitive: Primitive, tracers: Any, params: dict[str, Any], /) -> Any:
         with core.set_current_trace(self._around):
@@ -62,26 +64,35 @@ class _Capture(core.Trace):
             (operand,) = tracers
             # The engine keeps elements narrower than a byte in bytes. Converting here, not in the lowering: start and done need one buffer.
             operand = lax.convert_element_type(operand, primitives.carrier(operand.dtype))
-            self.halves = tuple(HALVES[primitive].start.bind(operand, options=self._options, **params))
+            halves = HALVES[primitive]
+            start = halves.staged_start if self._call.staged else halves.start
+            started = start.bind(operand, options=self._call.options, **params)
+            self.started = (started,) if self._call.staged else tuple(started)
         raise _Captured
 
 
 class _Resume(core.Trace):
     """While it is the current trace, the collective of jax.lax gives what done gives."""
 
-    def __init__(self, around: core.Trace, options: primitives.Options, halves: tuple[Any, ...], dtype: Any):
+    def __init__(self, around: core.Trace, call: _Call, started: tuple[Any, ...]):
         super().__init__()
         self._around = around
-        self._options = options
-        self._halves = halves
-        self._dtype = dtype
+        self._call = call
+        self._started = started
 
     def process_primitive(self, primitive: Primitive, tracers: Any, params: dict[str, Any], /) -> Any:
         with core.set_current_trace(self._around):
             if primitive not in HALVES:
                 return primitive.bind(*tracers, **params)
-            result = HALVES[primitive].done.bind(*self._halves, options=self._options, **params)
-            return lax.convert_element_type(result, self._dtype)
+            operand = core.typeof(tracers[0])
+            halves = HALVES[primitive]
+            if self._call.staged:
+                carried = operand.update(dtype=primitives.carrier(operand.dtype))
+                result = primitive.abstract_eval(carried, **params)[0]
+                done: Callable[..., Any] = functools.partial(halves.staged_done.bind, shape=result.shape, dtype=result.dtype)
+            else:
+                done = halves.done.bind
+            return lax.convert_element_type(done(*self._started, options=self._call.options, **params), operand.dtype)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -105,13 +116,17 @@ class Future:
     Differentiation turns done into a start and start into a done, so that transfers of cotangents overlap as well. (The transposes of
     gathers and broadcasts are reductions of jax.lax, as a whole.)
 
+    A future that was started with `staged=True` lives in buffers of hoccl_jax's own, and may be carried through anything; what is said
+    above of buffers does not concern it. A loop may drop the one that its last round started. It costs a copy of the operand and one of the
+    result. Only CPU devices have it, and only operations that move something; gathers and broadcasts have no gradient then.
+
     A future is a pytree of arrays, so that `jax.lax.optimization_barrier` and `overlap` can order it. Its leaves are of no other use.
     """
 
     def __init__(self, call: _Call, pending: Sequence[tuple[Any, ...]], types: Sequence[Any], structure: Any):
         self._call = call
-        self._pending = tuple(pending)  # for each leaf of the operand the halves, or, where nothing was started, the result alone
-        self._types = tuple(types)  # of the leaves
+        self._pending = tuple(pending)  # for each leaf of the operand what its start gave
+        self._types = tuple(types)  # of the leaves; None where nothing was started and `pending` holds the result
         self._structure = structure
         self._used = False
 
@@ -122,7 +137,7 @@ class Future:
           ValueError: the future has been used already.
         """
         self._use()
-        leaves = [_done(self._call, halves, aval) for halves, aval in zip(self._pending, self._types, strict=True)]
+        leaves = [_done(self._call, started, aval) for started, aval in zip(self._pending, self._types, strict=True)]
         return jax.tree.unflatten(self._structure, leaves)
 
     def _use(self) -> None:
@@ -139,36 +154,41 @@ class Future:
         return cls(call, pending, types, structure)
 
 
-def _start(function: Callable[..., Any], priority: str, operand: Any, *arguments: Any, **keywords: Any) -> Future:
+def _start(function: Callable[..., Any], priority: str, staged: bool, operand: Any, *arguments: Any, **keywords: Any) -> Future:
     options = checked_options(priority, None)
-    call = _Call(function, _frozen(arguments), tuple((name, _frozen(value)) for name, value in keywords.items()), options)
+    frozen = tuple((name, _frozen(value)) for name, value in keywords.items())
+    call = _Call(function, _frozen(arguments), frozen, options, staged)
     leaves, structure = jax.tree.flatten(operand)
-    types = [core.typeof(leaf) for leaf in leaves]
-    for leaf in types:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise NotImplementedError(f"{function.__name__}_start of {leaf.str_short()}: keys have no halves; use {function.__name__}")
-    disabled = Config.from_env().disable
-    return Future(call, [(call(leaf),) if disabled else _begin(call, leaf) for leaf in leaves], types, structure)
+    begun = [_begin(call, leaf) for leaf in leaves]
+    return Future(call, [started for started, _ in begun], [aval for _, aval in begun], structure)
 
 
-def _begin(call: _Call, leaf: Any) -> tuple[Any, ...]:
+def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
+    """What the start gave, and the type of the operand; or the result, and None."""
+    aval = core.typeof(leaf)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        raise NotImplementedError(
+            f"{call.function.__name__}_start of {aval.str_short()}: keys have no halves; use {call.function.__name__}"
+        )
+    if Config.from_env().disable:
+        return (call(leaf),), None
     with core.take_current_trace() as around:
-        capture = _Capture(around, call.options)
+        capture = _Capture(around, call)
         try:
             with core.set_current_trace(capture):
-                return (call(leaf),)  # there was no collective
+                return (call(leaf),), None  # there was no collective
         except _Captured:
-            return capture.halves
+            return capture.started, aval
 
 
-def _done(call: _Call, halves: tuple[Any, ...], aval: Any) -> Any:
-    if len(halves) == 1:
-        return halves[0]
+def _done(call: _Call, started: tuple[Any, ...], aval: Any) -> Any:
+    if aval is None:
+        return started[0]
     # What the function does before its collective goes to waste, so that any operand of the right type will do.
     operand = lax.full(aval.shape, 0, aval.dtype)
     varying = tuple(aval.mat.varying)
     operand = lax.pcast(operand, varying, to="varying") if varying else operand
-    with core.take_current_trace() as around, core.set_current_trace(_Resume(around, call.options, halves, aval.dtype)):
+    with core.take_current_trace() as around, core.set_current_trace(_Resume(around, call, started)):
         return call(operand)
 
 
@@ -210,9 +230,13 @@ def all_gather_start(
     tiled: bool = False,
     to: Literal["varying", "reduced", "invarying"] = "varying",
     priority: Priority = "foreground",
+    staged: bool = False,
 ) -> Future:
-    """Begins an `all_gather`, whose arguments it takes. Its gradient is reduced by jax.lax.psum_scatter, after what came before done."""
-    return _start(lax.all_gather, priority, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
+    """Begins an `all_gather`, whose arguments it takes. `staged`: see `Future`.
+
+    Its gradient is reduced by jax.lax.psum_scatter, as a whole.
+    """
+    return _start(lax.all_gather, priority, staged, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
 
 
 def all_to_all_start(
@@ -224,24 +248,27 @@ def all_to_all_start(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     priority: Priority = "foreground",
+    staged: bool = False,
 ) -> Future:
-    """Begins an `all_to_all`, whose arguments it takes."""
-    return _start(lax.all_to_all, priority, x, axis_name, split_axis, concat_axis, axis_index_groups=axis_index_groups, tiled=tiled)
+    """Begins an `all_to_all`, whose arguments it takes. `staged`: see `Future`."""
+    return _start(lax.all_to_all, priority, staged, x, axis_name, split_axis, concat_axis, axis_index_groups=axis_index_groups, tiled=tiled)
 
 
-def ppermute_start(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Future:
-    """Begins a `ppermute`, whose arguments it takes."""
-    return _start(lax.ppermute, priority, x, axis_name, perm)
+def ppermute_start(
+    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground", staged: bool = False
+) -> Future:
+    """Begins a `ppermute`, whose arguments it takes. `staged`: see `Future`."""
+    return _start(lax.ppermute, priority, staged, x, axis_name, perm)
 
 
-def pshuffle_start(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority: Priority = "foreground") -> Future:
-    """Begins a `pshuffle`, whose arguments it takes."""
-    return _start(lax.pshuffle, priority, x, axis_name, perm)
+def pshuffle_start(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority: Priority = "foreground", staged: bool = False) -> Future:
+    """Begins a `pshuffle`, whose arguments it takes. `staged`: see `Future`."""
+    return _start(lax.pshuffle, priority, staged, x, axis_name, perm)
 
 
-def pbroadcast_start(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground") -> Future:
-    """Begins a `pbroadcast`, whose arguments it takes. Its gradient is reduced by jax.lax.psum, after what came before done."""
-    return _start(parallel.pbroadcast, priority, x, axis_name, source)
+def pbroadcast_start(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground", staged: bool = False) -> Future:
+    """Begins a `pbroadcast`, whose arguments it takes. `staged`: see `Future`. Its gradient is reduced by jax.lax.psum, as a whole."""
+    return _start(parallel.pbroadcast, priority, staged, x, axis_name, source)
 
 
 def prefetch_barrier(operands: Any, after: Any) -> tuple[Any, Any]:

@@ -232,7 +232,7 @@ def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, o
     form = collective.form(ctx, groups, physical.shape, params)
     attributes = {
         "kind": collective.kind,
-        "module": _module_name(ctx),
+        "module": module_name(ctx),
         "groups": _device_ids(ctx.module_context.axis_context.mesh, groups).reshape(-1),
         "group_size": len(groups[0]),
         "dtype": str(data.dtype),
@@ -326,7 +326,7 @@ def without_moving(collective: Collective, ctx: Any, operand: Any, wanted: Any, 
     return hlo.reshape(mlir.aval_to_ir_type(ctx.module_context, wanted), operand)
 
 
-def _module_name(ctx: Any) -> str:
+def module_name(ctx: Any) -> str:
     return ctx.module_context.module.operation.attributes["sym_name"].value
 
 

@@ -101,6 +101,47 @@ ffi::Future DoneExecute(CpuDoneState* state, int32_t ordinal, ffi::AnyBuffer ope
   });
 }
 
+ffi::Future StagedStartExecute(CpuStartState* state, ffi::RunId run, int32_t ordinal, ffi::AnyBuffer operand,
+                               ffi::ResultBufferR1<ffi::F32> handle, ffi::Dictionary) {
+  WorldGuard world;
+  if (!world) return FailedFuture(NotRunning());
+  const Result<Binding*> binding = state->bound.For(world.get(), WorldGeneration(), ordinal);
+  if (!binding.ok()) return FailedFuture(binding.status());
+  return FutureOf(world.get(), (*binding)->device, [&](Completion, Status* outcome) {
+    const Call& call = state->bound.call();
+    const Result<StagedFutures::Begun> begun = world->staged_futures().Begin({.device = (*binding)->device,
+                                                                              .site = call.site_hash,
+                                                                              .run = run.run_id,
+                                                                              .operand = BytesOf(operand),
+                                                                              .operand_bytes = call.operation.OperandBytes(),
+                                                                              .result_bytes = call.operation.ResultBytes(),
+                                                                              .what = call.operation.ToString()});
+    if (!begun.ok()) {
+      *outcome = begun.status();
+      return true;
+    }
+    handle->typed_data()[0] = begun->handle.slot;
+    handle->typed_data()[1] = begun->handle.serial;
+    const Completion& transfer = begun->completion;
+    Status ended;
+    if (world->Post(*binding, run.run_id, begun->operand, begun->result, transfer, &ended))
+      transfer.call(transfer.context, std::move(ended));
+    return true;
+  });
+}
+
+ffi::Future StagedDoneExecute(CpuDoneState* state, int32_t ordinal, ffi::BufferR1<ffi::F32> handle, ffi::Result<ffi::AnyBuffer> result,
+                              ffi::Dictionary) {
+  WorldGuard world;
+  if (!world) return FailedFuture(NotRunning());
+  const Result<int64_t> device = world->GlobalId(Platform::kCpu, ordinal);
+  if (!device.ok()) return FailedFuture(device.status());
+  const FutureHandle held{.slot = handle.typed_data()[0], .serial = handle.typed_data()[1]};
+  return FutureOf(world.get(), *device, [&](Completion completion, Status* outcome) {
+    return world->staged_futures().Finish(*device, held, BytesOf(*result), state->bytes, state->what, completion, outcome);
+  });
+}
+
 XLA_FFI_DEFINE_HANDLER(kStartInstantiate, StartInstantiate, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER(kStartExecute, StartExecute,
                        ffi::Ffi::Bind()
@@ -120,6 +161,22 @@ XLA_FFI_DEFINE_HANDLER(kDoneExecute, DoneExecute,
                            .Ctx<ffi::DeviceOrdinal>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kStagedStartExecute, StagedStartExecute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CpuStartState>>()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::BufferR1<ffi::F32>>()
+                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kStagedDoneExecute, StagedDoneExecute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<CpuDoneState>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::BufferR1<ffi::F32>>()
                            .Ret<ffi::AnyBuffer>()
                            .Attrs());
 
@@ -144,5 +201,9 @@ XLA_FFI_Error* CpuDoneInstantiate(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* CpuDoneExecute(XLA_FFI_CallFrame* frame) { return kDoneExecute(frame); }
+
+XLA_FFI_Error* CpuStagedStartExecute(XLA_FFI_CallFrame* frame) { return kStagedStartExecute(frame); }
+
+XLA_FFI_Error* CpuStagedDoneExecute(XLA_FFI_CallFrame* frame) { return kStagedDoneExecute(frame); }
 
 }  // namespace hoccl

@@ -153,6 +153,8 @@ nb::dict Registrations() {
   cpu["hoccl_collective"] = stages(CpuInstantiate, CpuExecute);
   cpu["hoccl_start"] = stages(CpuStartInstantiate, CpuStartExecute);
   cpu["hoccl_done"] = stages(CpuDoneInstantiate, CpuDoneExecute);
+  cpu["hoccl_staged_start"] = stages(CpuStartInstantiate, CpuStagedStartExecute);
+  cpu["hoccl_staged_done"] = stages(CpuDoneInstantiate, CpuStagedDoneExecute);
   nb::dict cuda;
   cuda["hoccl_collective"] = stages(CudaInstantiate, CudaExecute);
   nb::dict platforms;

@@ -81,6 +81,14 @@ bool InFlight::Finish(const Done& done, Completion completion, Status* outcome) 
   return outcome->ok() || FailWhenIdle(done.device, completion, *outcome);
 }
 
+bool InFlight::Forget(int64_t device, const std::byte* result) {
+  std::lock_guard lock(mutex_);
+  const auto found = operations_.find({device, result});
+  if (found == operations_.end() || !found->second->ended) return false;
+  operations_.erase(found);
+  return true;
+}
+
 bool InFlight::FailWhenIdle(int64_t device, Completion completion, const Status& failure) {
   std::lock_guard lock(mutex_);
   Device& on = devices_[device];

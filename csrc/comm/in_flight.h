@@ -44,6 +44,9 @@ class InFlight {
   // True: it has ended with *outcome already. False: the completion will be called.
   bool Finish(const Done& done, Completion completion, Status* outcome);
 
+  // Gives up an operation that no done will come for, if it has ended. Its buffers may be freed then.
+  bool Forget(int64_t device, const std::byte* result);
+
   // Reports a failure of the device's program as soon as nothing is in flight on that device any more, because XLA frees the program's
   // buffers then. True: at once, and the completion is not called.
   bool FailWhenIdle(int64_t device, Completion completion, const Status& failure);

@@ -17,6 +17,7 @@
 #include "csrc/comm/in_flight.h"
 #include "csrc/comm/proxy.h"
 #include "csrc/comm/rendezvous.h"
+#include "csrc/comm/staged_futures.h"
 #include "csrc/comm/statistics.h"
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/p2p/executor.h"
@@ -88,6 +89,7 @@ class World {
   }
 
   InFlight& in_flight() { return in_flight_; }
+  StagedFutures& staged_futures() { return staged_futures_; }
   Statistics& statistics() { return statistics_; }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
 
@@ -122,7 +124,8 @@ class World {
   int copy_threads_ = 1;
   Address address_;
   Statistics statistics_;
-  InFlight in_flight_;                                        // outlives the lanes, which report to it
+  InFlight in_flight_;  // outlives the lanes, which report to it
+  StagedFutures staged_futures_{&in_flight_};
   std::map<int64_t, std::unique_ptr<CompletionLane>> lanes_;  // by global id
   SharedSegment segment_;
   // Destroyed in the opposite order: the proxy first, which calls the rendezvous, and the executor, which calls it too, before it.

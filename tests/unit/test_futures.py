@@ -142,6 +142,77 @@ def test_disabled_is_jax_lax(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hoccl" not in text
 
 
+# Staged
+
+
+def staged(x: jax.Array) -> hoccl_jax.Future:
+    return hoccl_jax.ppermute_start(x, "x", _RING, staged=True)
+
+
+def carried_staged(x: jax.Array) -> Any:
+    """Each round awaits what the one before it started; the last start is dropped."""
+
+    def step(future: hoccl_jax.Future, scale: jax.Array) -> Any:
+        y = future.done() * scale
+        return staged(y), y
+
+    return lax.scan(step, staged(x), jnp.arange(1.0, 4.0))[1]
+
+
+def carried_plain(x: jax.Array) -> Any:
+    def step(x: jax.Array, scale: jax.Array) -> Any:
+        y = lax.ppermute(x, "x", _RING) * scale
+        return y, y
+
+    return lax.scan(step, x, jnp.arange(1.0, 4.0))[1]
+
+
+def through_cond_and_jit(x: jax.Array) -> Any:
+    future = jax.jit(staged)(x)
+    return lax.cond(lax.axis_index("x") < 2, lambda future: future.done(), lambda future: -future.done(), future)
+
+
+@pytest.mark.parametrize("transform", ["plain", "jvp", "remat", "vmap"])
+def test_staged_futures_go_through_loops(transform: str) -> None:
+    change = TRANSFORMS[transform]
+
+    def body(x: jax.Array) -> Any:
+        return change(carried_staged)(x), change(carried_plain)(x)
+
+    for _ in range(4):  # each run forgets what earlier ones left
+        assert_same(*run(body, operand(4, 3)))
+
+
+def test_staged_futures_go_through_branches_and_jit() -> None:
+    def body(x: jax.Array) -> Any:
+        y = lax.ppermute(x, "x", _RING)
+        return through_cond_and_jit(x), jnp.where(lax.axis_index("x") < 2, y, -y)
+
+    assert_same(*run(body, operand(5)))
+
+
+@pytest.mark.parametrize(("name", "arguments"), [case for case in OPERATIONS if case[1] != {"perm": []}])
+def test_every_operation_has_a_staged_form(name: str, arguments: dict[str, Any]) -> None:
+    def body(x: jax.Array) -> Any:
+        return getattr(hoccl_jax, f"{name}_start")(x, "x", staged=True, **arguments).done(), theirs(name, x, **arguments)[0]
+
+    assert_same(*run(body, operand(8, 4)))
+
+
+def test_a_staged_future_is_used_once() -> None:
+    def body(x: jax.Array) -> Any:
+        future = staged(x)
+        return future.done() + jax.tree.map(lambda leaf: leaf, future).done()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has been used already"):
+        jax.block_until_ready(run(body, operand(8)))
+
+
+def test_staged_gathers_have_no_gradient() -> None:
+    with pytest.raises(NotImplementedError, match="leave staged out"):
+        run(gradient(lambda x: hoccl_jax.all_gather_start(x, "x", staged=True).done()), operand(8))
+
+
 # What goes wrong
 
 
