@@ -187,7 +187,7 @@ class Ranks:
       processes: how many ranks to start here.
       devices: CPU devices per rank; this also selects the CPU platform. None leaves both to JAX and its environment.
       gpus: GPUs of this host, by number, dealt to the ranks in turns, one each; fewer than ranks are shared. None leaves them all to every
-        rank. JAX alone is told (JAX_CUDA_VISIBLE_DEVICES): from a process that can't see a GPU, copies to it run on the SMs.
+        rank. JAX alone is told: with CUDA_VISIBLE_DEVICES the driver would not see the other GPUs, and copies to them would run on SMs.
       env: variables on top of this process's environment.
       echo: gets all output as it comes, e.g. `prefixed(sys.stdout.buffer)`; None collects it silently.
       join_job: False leaves `jax.distributed.initialize` to the program, which finds its three arguments in the environment:
@@ -233,7 +233,7 @@ class Ranks:
             for rank in range(first_rank, first_rank + processes):
                 own = {**environment, "HOCCL_LAUNCH_RANK": str(rank)}
                 if gpus:
-                    own["JAX_CUDA_VISIBLE_DEVICES"] = gpus[(rank - first_rank) % len(gpus)]
+                    own["JAX_LOCAL_DEVICE_IDS"] = gpus[(rank - first_rank) % len(gpus)]
                 self._processes[rank] = _Process(rank, [*argv, f"--rank={rank}", "--", *program], own, lifeline, echo, self._ended)
         except BaseException:
             self.close()
