@@ -3,7 +3,7 @@
 A message is known by its source, destination and tag; those with the same three are received in the order in which they were sent. JAX's
 ordered effects keep that order within a program and from one program of a device to the next, for each of the three apart. A receive also
 comes after the sends before it in its program, and no send need wait for a receive before it: programs that are free of deadlock as they
-are written run free of it.
+are written run free of it. jax.lax has nothing like them, so HOCCL_DISABLE leaves them alone.
 """
 
 from __future__ import annotations

@@ -144,6 +144,24 @@ def test_what_stays_with_xla_is_counted() -> None:
     assert hoccl_jax.stats()["fallbacks"] == {}
 
 
+def test_lowered_for_cuda() -> None:
+    """psend and precv, which the engine doesn't serve there, stay JAX's own."""
+
+    def body(x: jax.Array) -> jax.Array:
+        received = lax.precv(lax.psend(x, "x", RING), jax.ShapeDtypeStruct(x.shape, x.dtype), "x", RING)
+        return lax.all_to_all(received, "x", 0, 0, tiled=True)
+
+    traced = jax.jit(on_ranks(body, check_vma=False)).trace(X)
+    outside = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with hoccl_jax.override_lax():
+        inside = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "hoccl" not in outside
+    assert inside.count("custom_call @hoccl_collective") == 1
+    for text in (outside, inside):
+        assert "stablehlo.send" in text
+        assert "stablehlo.recv" in text
+
+
 def test_the_variable_is_a_context_around_the_process() -> None:
     program = textwrap.dedent(
         """
