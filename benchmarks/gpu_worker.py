@@ -283,11 +283,59 @@ def interference(size: int, count: int, moved: int, libraries: list[str], events
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def gathered_forward(rows: int, libraries: list[str], layers: int = 8, width: int = 8192) -> dict[str, Any]:
+    """us of a forward pass whose weights are gathered layer by layer, the next one during the present one; and of its products alone."""
+    mesh = gpu_mesh()
+    shards = [
+        jax.jit(
+            lambda i=i: jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) * 0.01, out_shardings=NamedSharding(mesh, P("x"))
+        )()
+        for i in range(layers)
+    ]
+    x = jax.jit(lambda: jnp.ones((mesh.size * rows, width), jnp.bfloat16), out_shardings=NamedSharding(mesh, P("x")))()
+    whole = jax.jit(lambda w: w, out_shardings=NamedSharding(mesh, P()))(shards[0])
+
+    def alone(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(layers):
+            x = jnp.maximum(x @ w, 0)
+        return x
+
+    def gathered(library: Any) -> Callable[..., jax.Array]:
+        def forward(x: jax.Array, *shards: jax.Array) -> jax.Array:
+            full = library.all_gather(shards[0], "x", tiled=True)
+            for i in range(layers):
+                if i + 1 < layers:
+                    following, x = hoccl_jax.prefetch_barrier(shards[i + 1], x)
+                    next_full = library.all_gather(following, "x", tiled=True)
+                x = jnp.maximum(x @ full, 0)
+                full = next_full
+            return x
+
+        return forward
+
+    specs = (P("x"),) * (layers + 1)
+    programs = {"compute alone": (jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))), (x, whole))}
+    for name in libraries:
+        forward = jax.shard_map(gathered(LIBRARIES[name]), mesh=mesh, in_specs=specs, out_specs=P("x"))
+        programs[name] = (jax.jit(forward), (x, *shards))
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    outcomes = {}
+    for i in range(4):  # in turns
+        for name, (step, arguments) in programs.items():
+            outcomes[name] = step(*arguments)
+            time_us = _median_us(lambda step=step, arguments=arguments: step(*arguments), 1, 7)
+            if i > 0:
+                times[name].append(time_us)
+    ours, theirs = (outcomes[name].addressable_shards for name in libraries)
+    equal = all((np.asarray(a.data) == np.asarray(b.data)).all() for a, b in zip(ours, theirs, strict=True))
+    return {**{name: statistics.median(values) for name, values in times.items()}, "equal": bool(equal)}
+
+
 def limits(sizes: list[int]) -> dict[str, Any]:
     return peer_copy.pairs(sizes)
 
 
-TASKS = {f.__name__: f for f in (limits, equivalence, chains, profile, random_operations, interference)}
+TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, chains, profile, random_operations, interference)}
 
 
 def main() -> None:

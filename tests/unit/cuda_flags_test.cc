@@ -3,7 +3,9 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/device/cuda/memory.h"
 #include "csrc/device/cuda/stream.h"
+#include "csrc/device/cuda/virtual_memory.h"
 #include "csrc/stream/flags.h"
 #include "tests/unit/cuda_test_support.h"
 
@@ -160,12 +162,14 @@ TEST_F(CudaFlagsTest, RanksExchangeInTheirStreams) {
   const auto page = Must(FlagPage::Create(8, 0xffffff80u));
   ASSERT_OK(page->memory().Register(*devices[0]));
   std::unique_ptr<cuda::PinnedBuffer> sends[2];
-  std::unique_ptr<cuda::PinnedBuffer> receives[2];
+  std::unique_ptr<cuda::DeviceMemory> receives[2];  // a copy from host to host would block its caller
+  std::unique_ptr<cuda::PinnedBuffer> received[2];
   uint32_t starts[2];
   uint32_t dones[2];
   for (int rank = 0; rank < 2; ++rank) {
     sends[rank] = Must(cuda::PinnedBuffer::Allocate(*devices[rank], kChunk));
-    receives[rank] = Must(cuda::PinnedBuffer::Allocate(*devices[rank], kChunk));
+    receives[rank] = Must(cuda::DeviceMemory::Allocate(*devices[rank], kChunk));
+    received[rank] = Must(cuda::PinnedBuffer::Allocate(*devices[rank], kChunk));
     starts[rank] = Must(page->AcquireSlot());
     dones[rank] = Must(page->AcquireSlot());
   }
@@ -178,14 +182,20 @@ TEST_F(CudaFlagsTest, RanksExchangeInTheirStreams) {
     for (int round = 0; round < kRounds; ++round) {
       std::memset(sends[rank]->data(), round + rank, kChunk);
       ASSERT_OK(program.view().RunFlags(WriteThenWait(flag(starts[rank], round), flag(starts[peer], round))));
-      ASSERT_OK(program.view().Copy(receives[peer]->device_address(), sends[rank]->device_address(), {.row_bytes = kChunk}));
+      ASSERT_OK(program.view().Copy(receives[peer]->address(), sends[rank]->device_address(), {.row_bytes = kChunk}));
       ASSERT_OK(program.view().RunFlags(WriteThenWait(flag(dones[peer], round), flag(dones[rank], round))));
+      ASSERT_OK(program.view().Copy(received[rank]->device_address(), receives[rank]->address(), {.row_bytes = kChunk}));
       ASSERT_OK(program.view().Synchronize());
       for (int64_t i = 0; i < kChunk; ++i) {
-        ASSERT_EQ(std::to_integer<int>(receives[rank]->data()[i]), (round + peer) & 255) << "round " << round << " byte " << i;
+        ASSERT_EQ(std::to_integer<int>(received[rank]->data()[i]), (round + peer) & 255) << "round " << round << " byte " << i;
       }
     }
   };
+  for (int rank = 0; rank < 2; ++rank) {
+    if (devices[0]->ordinal() == devices[1]->ordinal()) continue;
+    const auto allocation = Must(cuda::FindAllocation(*devices[rank], receives[rank]->address()));
+    ASSERT_OK(cuda::GrantAccess(*devices[1 - rank], *devices[rank], allocation));
+  }
   std::thread other([&] { run(1); });
   run(0);
   other.join();

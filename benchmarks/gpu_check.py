@@ -1,0 +1,179 @@
+"""Builds, tests and measures on the GPUs of this machine, in one call, and prints a short table last.
+
+    python -m benchmarks.gpu_check                one GPU, shared by two processes
+    python -m benchmarks.gpu_check --two          two GPUs: bandwidth, latency, interference and end to end, beside jax.lax (NCCL)
+
+The page docs/results/<--page>.md is written with the date, the driver and the versions. --nobuild takes the extension and the C++ tests as
+they are (--tests names the folder of the latter).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+
+from hoccl_jax.tools import launch
+
+FLAGS = flags.FLAGS
+flags.DEFINE_bool("two", False, "Measure two GPUs beside jax.lax, instead of checking one.")
+flags.DEFINE_bool("build", True, "Build the extension in place and the C++ tests first.")
+flags.DEFINE_string("tests", "build/gpu/tests", "Folder of the C++ tests.")
+flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date> or h200x2-<date>).")
+flags.DEFINE_float("seconds", 60, "How long the random operations run, for each form of memory.", lower_bound=1)
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_LIBRARIES = ["hoccl_jax", "jax.lax"]
+_GIB = 1 << 30
+
+Row = tuple[str, str, str]  # what, result, wanted
+
+
+def _build() -> None:
+    tests = _ROOT / "build" / "gpu"
+    configure = ["cmake", "-S", str(_ROOT), "-B", str(tests), "-G", "Ninja", "-DHOCCL_INPLACE=ON", "-DHOCCL_BUILD_TESTS=ON"]
+    subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["ninja", "-C", str(tests)], check=True, stdout=subprocess.DEVNULL)
+
+
+def _run(task: str, arguments: dict[str, Any], *, processes: int = 2, gpus: Sequence[str] = ("0",), **env: str) -> list[Any]:
+    """What each rank of a job returns for a task of gpu_worker; its error as text where it failed."""
+    environment = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(_ROOT), **env}
+    program = ["-m", "benchmarks.gpu_worker", task, json.dumps(arguments)]
+    start = time.monotonic()
+    try:
+        results = launch.run(
+            program, processes=processes, gpus=gpus if processes > 1 else None, env={**os.environ, **environment}, timeout=400
+        )
+    except launch.LaunchError as error:
+        return [f"failed: {str(error)[-2000:]}"]
+    finally:
+        print(f"{task} {arguments} {env}: {time.monotonic() - start:.0f} s", flush=True)
+    lines = [[line for line in result.output.splitlines() if line.startswith("RESULT ")][-1] for result in results]
+    return [json.loads(line[len("RESULT ") :]) for line in lines]
+
+
+def _cpp_tests() -> list[Row]:
+    """The C++ tests of the CUDA layer, on the machine's driver."""
+    rows = []
+    for connections in ("", "1", "32"):
+        env = {**os.environ, "HOCCL_TEST_CUDA_DRIVER": "libcuda.so.1"}
+        if connections:
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+        passed, failed = 0, []
+        for test in sorted(pathlib.Path(FLAGS.tests).glob("cuda_*_test")):
+            if connections and "hazard" not in test.name and "exchange" not in test.name:
+                continue
+            try:
+                output = subprocess.run([test], env=env, capture_output=True, text=True, timeout=90).stdout
+            except subprocess.TimeoutExpired as hung:
+                output = (hung.stdout or b"").decode() + f"\n[  FAILED  ] {test.name} did not end"
+            passed += output.count("[       OK ]")
+            failed += sorted({line[13:].split(" (")[0] for line in output.splitlines() if line.startswith("[  FAILED  ]") and "." in line})
+            failed += [f"{test.name} did not end"] if "did not end" in output else []
+        what = f"C++ tests on the driver, CUDA_DEVICE_MAX_CONNECTIONS {connections or 'unset'}"
+        rows.append((what, f"{passed} passed" + (f"; failed: {', '.join(failed)}" if failed else ""), "all"))
+    return rows
+
+
+def _equivalence(row: str, outcome: list[Any]) -> Row:
+    if isinstance(outcome[0], str):
+        return (row, outcome[0], "all equal")
+    failed = {name: text for rank in outcome for name, text in rank["failed"].items()}
+    text = f"{outcome[0]['ran']} cases equal" if not failed else f"{len(failed)} of {outcome[0]['ran']} differ: {json.dumps(failed)[:1500]}"
+    return (row, f"{text}; left out: {outcome[0]['left_out']}", "all equal")
+
+
+def _one() -> list[Row]:
+    rows = _cpp_tests()
+    shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60"}
+    growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOCCL_TIMEOUT_S": "60"}
+    rows.append(_equivalence("cases, preallocated memory", _run("equivalence", {"seed": 11, "count": 150}, **shared)))
+    rows.append(_equivalence("cases, growing pool", _run("equivalence", {"seed": 12, "count": 150}, **growing)))
+    profile = _run("profile", {"steps": 20}, **shared)[0]
+    rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
+    for name, env in (("in the stream", shared), ("by the proxy", {**shared, "HOCCL_IN_STREAM_BYTES": "0"})):
+        chain = _run("chains", {"sizes": [65536], "steps": 100, "libraries": ["hoccl_jax"]}, **env)[0]
+        for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
+            rows.append((f"{operation}, {name}", json.dumps(entry), "12 us in the stream, 20 by the proxy; host 8 and 6 us"))
+    gemms = _run("interference", {"size": 8192, "count": 6, "moved": _GIB, "libraries": ["hoccl_jax"]}, **shared)[0]
+    rows.append(("GEMMs beside transfers on the same GPU, us", json.dumps(gemms), ""))
+    for name, env in (("preallocated", shared), ("growing pool", growing)):
+        outcome = _run("random_operations", {"seconds": FLAGS.seconds, "seed": 5}, **env)
+        counts = [{k: v for k, v in rank.items() if k != "stats"} if isinstance(rank, dict) else rank for rank in outcome]
+        rows.append((f"random operations for {FLAGS.seconds:g} s, {name}", json.dumps(counts), "no mismatch"))
+    return rows
+
+
+def _two() -> list[Row]:
+    rows = []
+    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8", "HOCCL_TIMEOUT_S": "60"}
+    small, large = [65536, 1 << 20, 8 << 20, 64 << 20], [256 << 20, _GIB]
+    limits = _run("limits", {"sizes": small + large}, processes=1, **env)[0]
+    for form, job in (("a process a GPU", {"processes": 2, "gpus": ("0", "1")}), ("one process", {"processes": 1})):
+        times = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": _LIBRARIES}, **job, **env)[0]
+        bigger = _run("chains", {"sizes": large, "steps": 15, "repeats": 5, "libraries": _LIBRARIES}, **job, **env)[0]
+        if isinstance(times, str) or isinstance(bigger, str):
+            rows.append((f"chains, {form}", f"{times} {bigger}"[:2000], ""))
+            continue
+        times |= bigger
+        for operation in ("ppermute", "all_to_all", "all_gather"):
+            for size in small + large:
+                ours, theirs = times[f"hoccl_jax {operation} {size}"], times[f"jax.lax {operation} {size}"]["us"]
+                moved = size // 2 if operation == "all_to_all" else size
+                limit = limits[f"both ways {moved}"] if f"both ways {moved}" in limits else float("nan")
+                text = f"{ours['us']:.1f} us = {moved / ours['us'] / 1e3:.0f} GB/s; jax.lax {theirs:.1f} us ({theirs / ours['us']:.2f}x)"
+                text += f"; bare copy {limit:.1f} us ({limit / ours['us']:.2f}); host {ours['host_us']:.1f} us"
+                rows.append((f"{operation}, {size} B a rank, {form}", text, ""))
+        both = _run("interference", {"size": 8192, "count": 6, "moved": 3 * _GIB, "libraries": _LIBRARIES}, **job, **env)[0]
+        rows.append((f"GEMMs and a transfer, us, {form}", json.dumps(both), "hoccl_jax: +2 %"))
+        rows.append(_equivalence(f"cases, {form}", _run("equivalence", {"seed": 21, "count": 60}, **job, **env)))
+        for shape in ({"rows": 2048}, {"rows": 4096}, {"rows": 8192}):
+            forward = _run("gathered_forward", {**shape, "libraries": _LIBRARIES}, **job, **env)[0]
+            rows.append((f"8 layers, weights gathered, {shape['rows']} rows a GPU, us, {form}", json.dumps(forward), ""))
+    return rows
+
+
+def _versions() -> str:
+    import jax
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace("\n", "; ")
+    return f"{datetime.date.today()}; {gpus}; Python {platform.python_version()}, jax {jax.__version__}"
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"no such arguments: {argv[1:]}")
+    os.chdir(_ROOT)
+    if FLAGS.build:
+        _build()
+    rows = _two() if FLAGS.two else _one()
+    name = FLAGS.page or f"{'h200x2' if FLAGS.two else 'h200'}-{datetime.date.today()}"
+    lines = [f"# {'Two GPUs' if FLAGS.two else 'One GPU, shared by two processes'}", "", _versions(), ""]
+    lines += [
+        f"`python -m benchmarks.gpu_check{' --two' if FLAGS.two else ''}`; times are medians of programs that repeat the operation.",
+        "",
+    ]
+    lines += ["| what | result | wanted |", "|---|---|---|"]
+    lines += [f"| {what} | {result.replace('|', '/')} | {wanted} |" for what, result, wanted in rows]
+    path = _ROOT / "docs" / "results" / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n")
+    if out := os.environ.get("OUT"):
+        (pathlib.Path(out) / path.name).write_text("\n".join(lines) + "\n")
+    print(f"\n{path.name}: {_versions()}")
+    for what, result, _ in rows:
+        print(f"{what}: {result[:400]}")
+
+
+if __name__ == "__main__":
+    app.run(main)
