@@ -57,9 +57,7 @@ ffi::Future StartExecute(CpuStartState* state, ffi::RunId run, int32_t ordinal, 
   return FutureOf(world.get(), (*binding)->device, [&](Completion, Status* outcome) {
     const std::string what = state->bound.call().operation.ToString();
     if (state->in_executable->dones < state->in_executable->starts) {
-      *outcome = FailedPrecondition("start of " + what +
-                                    ": nothing in this compiled program awaits its future. A future may not be dropped, nor leave the "
-                                    "jax.jit that it was made in: call its done() there");
+      *outcome = NeverAwaited(state->bound.call());
       return true;
     }
     InFlight& in_flight = world->in_flight();

@@ -15,6 +15,7 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/cpu_future_handlers.h"
 #include "xla_ffi/cpu_handlers.h"
+#include "xla_ffi/cuda_future_handlers.h"
 #include "xla_ffi/cuda_handlers.h"
 #include "xla_ffi/current_world.h"
 #include "xla_ffi/sched_bindings.h"
@@ -157,6 +158,8 @@ nb::dict Registrations() {
   cpu["hoccl_staged_done"] = stages(CpuDoneInstantiate, CpuStagedDoneExecute);
   nb::dict cuda;
   cuda["hoccl_collective"] = stages(CudaInstantiate, CudaExecute);
+  cuda["hoccl_start"] = stages(CudaStartInstantiate, CudaStartExecute);
+  cuda["hoccl_done"] = stages(CudaDoneInstantiate, CudaDoneExecute);
   nb::dict platforms;
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;

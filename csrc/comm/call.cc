@@ -112,6 +112,13 @@ std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int6
   });
 }
 
+Status NeverAwaited(const Call& call) {
+  return FailedPrecondition(
+      "start of " + call.operation.ToString() +
+      ": nothing in this compiled program awaits its future. A future may not be dropped, nor leave the jax.jit that it "
+      "was made in: call its done() there");
+}
+
 void BeginCompilation() { ThisThreadsCompilation() = {.active = true, .counts = {}}; }
 
 void EndCompilation(const std::string& module) {

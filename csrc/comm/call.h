@@ -57,6 +57,9 @@ struct StartsAndDones {
   std::atomic<int> dones = 0;
 };
 
+// The error of a start that would run all the same.
+Status NeverAwaited(const Call& call);
+
 // That of the executable that this thread compiles; executables are told apart as in NextOrdinal.
 std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site);
 

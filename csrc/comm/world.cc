@@ -131,6 +131,7 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                             world->proxy_.get(), &world->statistics_);
     if (!streams.ok()) return streams.status();
     world->streams_ = *std::move(streams);
+    world->stream_futures_ = std::make_unique<StreamFutures>(world->streams_.get());
     listeners.push_back(world->streams_.get());
   }
   world->listeners_ = std::make_unique<Listeners>(std::move(listeners));
@@ -160,6 +161,7 @@ World::~World() {
   if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
   if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others
   if (proxy_ != nullptr) proxy_->Stop();
+  stream_futures_.reset();
   streams_.reset();
   executor_.reset();  // lets running copies end, which finishes the posts they belong to
   rendezvous_.reset();

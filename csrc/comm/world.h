@@ -20,6 +20,7 @@
 #include "csrc/comm/staged_futures.h"
 #include "csrc/comm/statistics.h"
 #include "csrc/comm/stream_exchange.h"
+#include "csrc/comm/stream_futures.h"
 #include "csrc/p2p/executor.h"
 
 namespace hoccl {
@@ -77,6 +78,7 @@ class World {
 
   // The same for CUDA devices; null if this process has none.
   StreamExchange* streams() { return streams_.get(); }
+  StreamFutures* stream_futures() { return stream_futures_.get(); }
 
   // A region of foreground traffic that is not the engine's: until it ends, background transfers of CPU devices stop between chunks.
   void EnterForeground() { executor_->EnterForeground(); }
@@ -132,6 +134,7 @@ class World {
   std::unique_ptr<Rendezvous> rendezvous_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<StreamExchange> streams_;
+  std::unique_ptr<StreamFutures> stream_futures_;
   std::unique_ptr<Listeners> listeners_;
   std::unique_ptr<Proxy> proxy_;
 };

@@ -1,0 +1,69 @@
+#include "csrc/comm/stream_futures.h"
+
+#include <utility>
+
+namespace hoccl {
+
+Result<StreamFutures::Device*> StreamFutures::DeviceOf(int64_t device) {
+  Device& found = devices_[device];
+  if (found.cuda != nullptr) return &found;
+  for (const auto& [global_id, cuda] : exchange_->Devices()) {
+    if (global_id == device) found.cuda = cuda;
+  }
+  if (found.cuda == nullptr) return FailedPrecondition("device " + std::to_string(device) + " is not a CUDA device of this process");
+  for (auto& stream : found.streams) {
+    Result<std::unique_ptr<cuda::CopyStream>> made = cuda::CopyStream::Create(*found.cuda);
+    if (!made.ok()) return made.status();
+    stream = *std::move(made);
+  }
+  return &found;
+}
+
+Result<std::unique_ptr<cuda::Event>> StreamFutures::TakeEvent(Device* device) {
+  if (device->spare.empty()) return cuda::Event::Create(*device->cuda);
+  std::unique_ptr<cuda::Event> event = std::move(device->spare.back());
+  device->spare.pop_back();
+  return event;
+}
+
+Status StreamFutures::Start(StreamExchange::Binding* binding, int64_t device_id, int64_t run, CUstream program, CUdeviceptr operand,
+                            CUdeviceptr result) {
+  std::lock_guard lock(mutex_);
+  const Result<Device*> device = DeviceOf(device_id);
+  if (!device.ok()) return device.status();
+  const Priority priority = binding->plan().call->operation.priority;
+  const cuda::CopyStream& stream = *(*device)->streams[static_cast<size_t>(priority)];
+  Result<std::unique_ptr<cuda::Event>> event = TakeEvent(*device);
+  if (!event.ok()) return event.status();
+  // One event serves both ends: a wait that has been enqueued keeps to the record before it.
+  HOCCL_RETURN_IF_ERROR(cuda::StreamView(*(*device)->cuda, program).Record(**event));
+  HOCCL_RETURN_IF_ERROR(stream.WaitEvent(**event));
+  HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream.handle(), operand, result));
+  HOCCL_RETURN_IF_ERROR(stream.Record(**event));
+  Operation& operation = operations_[{device_id, result}];
+  if (operation.ended != nullptr) (*device)->spare.push_back(std::move(operation.ended));  // of a program that failed before its done
+  operation = {.operand = operand, .ended = *std::move(event)};
+  return {};
+}
+
+Status StreamFutures::Done(int64_t device_id, CUstream program, CUdeviceptr operand, CUdeviceptr buffer, CUdeviceptr result, int64_t bytes,
+                           const std::string& what) {
+  std::lock_guard lock(mutex_);
+  const Result<Device*> device = DeviceOf(device_id);
+  if (!device.ok()) return device.status();
+  const auto found = operations_.find({device_id, buffer});
+  if (found == operations_.end() || found->second.operand != operand) {
+    return FailedPrecondition(
+        "done() of " + what +
+        ": its buffers are not those of a start. XLA has copied them, because the future was used twice or was carried "
+        "through a loop or a branch. Call done() once, in the function that called the start");
+  }
+  const cuda::StreamView stream(*(*device)->cuda, program);
+  HOCCL_RETURN_IF_ERROR(stream.WaitEvent(*found->second.ended));
+  if (result != buffer) HOCCL_RETURN_IF_ERROR(stream.Copy(result, buffer, {.row_bytes = bytes}));
+  (*device)->spare.push_back(std::move(found->second.ended));
+  operations_.erase(found);
+  return {};
+}
+
+}  // namespace hoccl
