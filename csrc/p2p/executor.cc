@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <tuple>
 #include <utility>
 
 #include "csrc/device/host/host_copy.h"
@@ -22,6 +23,7 @@ void Transfer::Start(const Source& source, std::byte* dst, const StridedCopy& co
   copy_ = copy;
   background_ = background;
   observer_ = observer;
+  first_ = 0;
   next_ = 0;
   error_ = {};
 }
@@ -32,6 +34,25 @@ Status Transfer::CopyPiece(const StridedCopy& piece, bool streaming) {
   CopyStrided(dst_, source_.local, piece, streaming ? Stores::kStreaming : Stores::kCached);
   return {};
 }
+
+void Transfer::CopyFrom(const Transfer& leader, int64_t index) {
+  StridedCopy piece = chunks_.chunk(index);
+  const StridedCopy from = leader.chunks_.chunk(index);
+  piece.src_offset = from.dst_offset;
+  piece.src_row_pitch = from.dst_row_pitch;
+  piece.src_plane_pitch = from.dst_plane_pitch;
+  CopyStrided(dst_, leader.dst_, piece, streaming() ? Stores::kStreaming : Stores::kCached);
+}
+
+bool Transfer::SharesRemoteSource(const Transfer& other) const {
+  const auto geometry = [](const StridedCopy& c) {
+    return std::tuple(c.src_offset, c.row_bytes, c.rows, c.src_row_pitch, c.planes, c.src_plane_pitch);
+  };
+  return source_.process != 0 && source_.process == other.source_.process && source_.address == other.source_.address &&
+         geometry(copy_) == geometry(other.copy_);
+}
+
+bool Transfer::streaming() const { return copy_.bytes() >= kStreamedBytes; }
 
 Executor::Executor(const ExecutorOptions& options) : options_(options) {
   for (int i = 0; i < options.copy_threads; ++i) threads_.emplace_back([this] { Run(); });
@@ -59,7 +80,14 @@ void Executor::Submit(Transfer* transfer) {
   }
   {
     std::lock_guard lock(mutex_);
-    (transfer->background_ ? background_ : foreground_).transfers.push_back(transfer);
+    std::vector<Transfer*>& ring = (transfer->background_ ? background_ : foreground_).transfers;
+    // A latecomer joins at the chunk that the others have reached, so that it can share their reads from there on.
+    for (const Transfer* other : ring) {
+      if (!transfer->SharesRemoteSource(*other)) continue;
+      transfer->first_ = other->next_chunk();
+      break;
+    }
+    ring.push_back(transfer);
     if (!transfer->background_) ++active_foreground_;
   }
   if (chunks > 1) {
@@ -70,14 +98,24 @@ void Executor::Submit(Transfer* transfer) {
 }
 
 void Executor::Take(Ring* ring, Chunk* chunk) {
-  if (ring->turn >= ring->transfers.size()) ring->turn = 0;
-  Transfer* transfer = ring->transfers[ring->turn];
-  chunk->transfer = transfer;
-  chunk->piece = transfer->chunks_.chunk(transfer->next_++);
-  if (transfer->next_ < transfer->chunks_.chunks()) {
-    ++ring->turn;
-  } else {
-    ring->transfers.erase(ring->transfers.begin() + static_cast<std::ptrdiff_t>(ring->turn));
+  std::vector<Transfer*>& transfers = ring->transfers;
+  if (ring->turn >= transfers.size()) ring->turn = 0;
+  Transfer* leader = transfers[ring->turn];
+  chunk->transfer = leader;
+  chunk->index = leader->next_chunk();
+  chunk->followers.clear();
+  for (Transfer* other : transfers) {
+    if (other != leader && other->SharesRemoteSource(*leader) && other->next_chunk() == chunk->index) {
+      ++other->next_;
+      chunk->followers.push_back(other);
+    }
+  }
+  ++leader->next_;
+  ++ring->turn;
+  for (size_t i = transfers.size(); i-- > 0;) {
+    if (transfers[i]->has_chunks_left()) continue;
+    transfers.erase(transfers.begin() + static_cast<std::ptrdiff_t>(i));
+    if (i < ring->turn) --ring->turn;
   }
 }
 
@@ -88,7 +126,7 @@ bool Executor::TakeChunk(Chunk* chunk) {
   }
   if (background_.transfers.empty() || !AdmitBackground()) return false;
   Take(&background_, chunk);
-  ++counts_.chunks;
+  counts_.chunks += 1 + static_cast<int64_t>(chunk->followers.size());
   if (background_.transfers.empty()) holding_ = false;  // nothing is held any more
   return true;
 }
@@ -134,11 +172,33 @@ void Executor::ResetBackgroundCounts() {
   counts_ = {};
 }
 
+int Executor::Copy(const Chunk& chunk) {
+  Transfer* leader = chunk.transfer;
+  const Status status = leader->CopyPiece(leader->chunks_.chunk(chunk.index), leader->streaming());
+  int ended = 0;
+  for (Transfer* follower : chunk.followers) {
+    if (status.ok()) follower->CopyFrom(*leader, chunk.index);
+    ended += EndChunk(follower, status);
+  }
+  return ended + EndChunk(leader, status);  // the leader after those who read what it has received
+}
+
+bool Executor::EndChunk(Transfer* transfer, const Status& status) {
+  if (!status.ok()) {
+    std::lock_guard error_lock(transfer->error_mutex_);
+    if (transfer->error_.ok()) transfer->error_ = status;
+  }
+  // acq_rel: the thread that counts to zero has seen every other thread's copies and errors.
+  if (transfer->unfinished_.fetch_sub(1, std::memory_order_acq_rel) > 1) return false;
+  transfer->observer_->OnTransferDone(transfer, std::exchange(transfer->error_, {}));
+  return true;
+}
+
 void Executor::Run() {
   pthread_setname_np(pthread_self(), "hoccl-copy");
+  Chunk chunk;
   std::unique_lock lock(mutex_);
   for (;;) {
-    Chunk chunk;
     if (!TakeChunk(&chunk)) {
       if (stopping_) return;
       if (background_.transfers.empty()) {
@@ -149,18 +209,10 @@ void Executor::Run() {
       continue;
     }
     lock.unlock();
-    Transfer* transfer = chunk.transfer;
-    Status status = transfer->CopyPiece(chunk.piece, transfer->copy_.bytes() >= kStreamedBytes);
-    if (!status.ok()) {
-      std::lock_guard error_lock(transfer->error_mutex_);
-      if (transfer->error_.ok()) transfer->error_ = std::move(status);
-    }
-    const bool foreground = !transfer->background_;
-    // acq_rel: the thread that counts to zero has seen every other thread's copies and errors.
-    const bool last = transfer->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1;
-    if (last) transfer->observer_->OnTransferDone(transfer, std::exchange(transfer->error_, {}));
+    const bool foreground = !chunk.transfer->background_;  // so are the followers: they are of the same ring
+    int ended = Copy(chunk);
     lock.lock();
-    if (last && foreground) EndForeground();
+    for (; foreground && ended > 0; --ended) EndForeground();
   }
 }
 

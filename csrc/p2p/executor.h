@@ -1,5 +1,6 @@
 // Runs transfers on the host's copy threads. Transfers advance chunk by chunk in turns, so a short one is never stuck behind a long one,
-// and receivers of the same source read it while it is in the cache.
+// and receivers of the same source read it while it is in the cache. What several receivers want of another process's memory is read from
+// it once: reading there costs several times as much as copying what has just been read.
 //
 // Background transfers stop at the next chunk's border while foreground traffic is active: a foreground transfer that has chunks left, or a
 // region in which the caller has traffic of its own. They don't starve: now and then a chunk goes in spite of it.
@@ -56,9 +57,11 @@ class Executor {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // A piece of a transfer, and of others that take the same bytes from the same process.
   struct Chunk {
     Transfer* transfer = nullptr;
-    StridedCopy piece;
+    int64_t index = 0;
+    std::vector<Transfer*> followers;
   };
   // Transfers that have chunks left, in turns.
   struct Ring {
@@ -73,6 +76,10 @@ class Executor {
   bool AdmitBackground();
   void EndForeground();
   static void Take(Ring* ring, Chunk* chunk);
+
+  // Without it.
+  static int Copy(const Chunk& chunk);                             // how many transfers it has ended
+  static bool EndChunk(Transfer* transfer, const Status& status);  // has it ended the transfer?
 
   const ExecutorOptions options_;
   std::mutex mutex_;

@@ -48,6 +48,14 @@ class Transfer {
 
   // Copies one piece; called from any thread.
   Status CopyPiece(const StridedCopy& piece, bool streaming);
+  // Copies chunk `index` from where `leader`, which reads the same bytes, has just written it.
+  void CopyFrom(const Transfer& leader, int64_t index);
+
+  // Do both read the same bytes of the same process, in the same chunks?
+  bool SharesRemoteSource(const Transfer& other) const;
+  bool streaming() const;
+  bool has_chunks_left() const { return next_ < chunks_.chunks(); }
+  int64_t next_chunk() const { return (first_ + next_) % chunks_.chunks(); }
 
   Source source_;
   std::byte* dst_ = nullptr;
@@ -55,9 +63,10 @@ class Transfer {
   bool background_ = false;
   TransferObserver* observer_ = nullptr;
 
-  // Chunks: `next_` is guarded by the executor; the rest by counting down.
+  // Chunks: `first_` and `next_` are guarded by the executor; the rest by counting down.
   ChunkedCopy chunks_;
-  int64_t next_ = 0;
+  int64_t first_ = 0;  // the chunk to begin with; after the last one comes chunk 0
+  int64_t next_ = 0;   // how many were taken
   std::atomic<int64_t> unfinished_ = 0;
   std::mutex error_mutex_;
   Status error_;  // the first one

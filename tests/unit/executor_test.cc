@@ -1,0 +1,157 @@
+// The executor on transfers that want the same bytes of another process: each chunk is read there once, wherever its receivers stand.
+#include "csrc/p2p/executor.h"
+
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <semaphore>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+std::atomic<int> reads = 0;
+std::atomic<bool> gated = false;          // makes the next read wait ...
+std::binary_semaphore read_has_begun(0);  // ... after telling so ...
+std::binary_semaphore gate(0);            // ... until this opens
+
+}  // namespace
+
+// Counts the engine's reads of other processes; the kernel does the rest.
+extern "C" __attribute__((visibility("default"))) ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long local_count,
+                                                                           const iovec* remote, unsigned long remote_count,
+                                                                           unsigned long flags) {
+  ++reads;
+  if (gated.exchange(false)) {
+    read_has_begun.release();
+    gate.acquire();
+  }
+  return ::syscall(SYS_process_vm_readv, pid, local, local_count, remote, remote_count, flags);
+}
+
+namespace hoccl {
+namespace {
+
+constexpr int64_t kChunk = 64 << 10;
+
+// A receiver of `copy`, with a result in which nothing but its own rows may change.
+class Receiver : public TransferObserver {
+ public:
+  Receiver(uint64_t address, const StridedCopy& copy, int64_t result_bytes) : result(result_bytes) {
+    transfer_.Start({.process = ::getpid(), .address = address}, result.data(), copy, false, this);
+  }
+  void Submit(Executor* executor) { executor->Submit(&transfer_); }
+  void OnTransferDone(Transfer*, Status end) override {
+    status = std::move(end);
+    done_.release();
+  }
+  void Wait() { done_.acquire(); }
+
+  std::vector<std::byte> result;
+  Status status;
+
+ private:
+  Transfer transfer_;
+  std::binary_semaphore done_{0};
+};
+
+std::vector<std::byte> Pattern(int64_t bytes) {
+  std::vector<std::byte> pattern(bytes);
+  for (int64_t i = 0; i < bytes; ++i) pattern[i] = static_cast<std::byte>(i * 31 + (i >> 12) + 1);
+  return pattern;
+}
+
+// What a receiver's result must hold.
+std::vector<std::byte> Expected(const std::vector<std::byte>& source, const StridedCopy& copy, int64_t result_bytes) {
+  std::vector<std::byte> expected(result_bytes);
+  for (int64_t row = 0; row < copy.rows; ++row) {
+    const auto from = source.begin() + copy.src_offset + row * copy.src_row_pitch;
+    std::copy(from, from + copy.row_bytes, expected.begin() + copy.dst_offset + row * copy.dst_row_pitch);
+  }
+  return expected;
+}
+
+class ExecutorTest : public testing::Test {
+ protected:
+  void SetUp() override { reads = 0; }
+
+  // Submits `receivers`, all but the first while the first one's first chunk is being read, and waits for their ends.
+  void Run(std::vector<std::unique_ptr<Receiver>>* receivers) {
+    Executor executor({.copy_threads = 1, .chunk_bytes = kChunk});
+    gated = true;
+    receivers->front()->Submit(&executor);
+    read_has_begun.acquire();
+    for (size_t i = 1; i < receivers->size(); ++i) (*receivers)[i]->Submit(&executor);
+    gate.release();
+    for (auto& receiver : *receivers) receiver->Wait();
+  }
+};
+
+uint64_t AddressOf(const std::vector<std::byte>& memory) { return reinterpret_cast<uint64_t>(memory.data()); }
+
+TEST_F(ExecutorTest, LatecomersShareTheReadsThatAreLeft) {
+  constexpr int64_t kChunks = 20;
+  const std::vector<std::byte> source = Pattern(kChunks * kChunk);
+  const StridedCopy copy{.row_bytes = kChunks * kChunk};
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  for (int i = 0; i < 3; ++i) receivers.push_back(std::make_unique<Receiver>(AddressOf(source), copy, kChunks * kChunk));
+  Run(&receivers);
+  for (const auto& receiver : receivers) {
+    EXPECT_TRUE(receiver->status.ok()) << receiver->status.message();
+    EXPECT_TRUE(receiver->result == source);
+  }
+  // The first receiver's first chunk alone, 19 chunks for all three, and the first chunk once more for the two latecomers.
+  EXPECT_EQ(reads, kChunks + 1);
+}
+
+TEST_F(ExecutorTest, EachReceiverHasALayoutOfItsOwn) {
+  constexpr int64_t kRows = 512;
+  const std::vector<std::byte> source = Pattern(kRows * 4096);
+  StridedCopy copy{.src_offset = 1024, .row_bytes = 2048, .rows = kRows, .src_row_pitch = 4096};
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  std::vector<std::vector<std::byte>> expected;
+  for (const int64_t pitch : {2048, 4096, 3000}) {
+    copy.dst_offset = pitch % 2048;
+    copy.dst_row_pitch = pitch;
+    const int64_t bytes = copy.dst_offset + kRows * pitch;
+    receivers.push_back(std::make_unique<Receiver>(AddressOf(source), copy, bytes));
+    expected.push_back(Expected(source, copy, bytes));
+  }
+  Run(&receivers);
+  for (size_t i = 0; i < receivers.size(); ++i) {
+    EXPECT_TRUE(receivers[i]->status.ok()) << receivers[i]->status.message();
+    EXPECT_TRUE(receivers[i]->result == expected[i]) << "receiver " << i;
+  }
+  EXPECT_EQ(reads, copy.bytes() / kChunk + 1);
+}
+
+TEST_F(ExecutorTest, DifferentBytesAreReadApart) {
+  constexpr int64_t kChunks = 8;
+  const std::vector<std::byte> source = Pattern(2 * kChunks * kChunk);
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  for (const int64_t offset : {int64_t{0}, kChunk}) {
+    receivers.push_back(
+        std::make_unique<Receiver>(AddressOf(source), StridedCopy{.src_offset = offset, .row_bytes = kChunks * kChunk}, kChunks * kChunk));
+  }
+  Run(&receivers);
+  EXPECT_TRUE(std::equal(receivers[0]->result.begin(), receivers[0]->result.end(), source.begin()));
+  EXPECT_TRUE(std::equal(receivers[1]->result.begin(), receivers[1]->result.end(), source.begin() + kChunk));
+  EXPECT_EQ(reads, 2 * kChunks);
+}
+
+TEST_F(ExecutorTest, AFailedReadFailsAllWhoShareIt) {
+  constexpr uint64_t kNowhere = 4096;
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  for (int i = 0; i < 3; ++i) receivers.push_back(std::make_unique<Receiver>(kNowhere, StridedCopy{.row_bytes = 8 * kChunk}, 8 * kChunk));
+  Run(&receivers);
+  for (const auto& receiver : receivers) EXPECT_NE(receiver->status.message().find("process_vm_readv"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace hoccl
