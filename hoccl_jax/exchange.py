@@ -207,9 +207,9 @@ def call_attributes(ctx: Any, kind: str, groups: Any, x: Any, rows: int, **more:
     """The attributes of a custom call that replaces rows; `more` are those that depend on the kind."""
     return {
         "kind": kind,
-        "module": primitives._module_name(ctx),
+        "module": primitives.module_name(ctx),
         "site": next(ctx.module_context.channel_iterator),
-        "groups": primitives._device_ids(ctx.module_context.axis_context.mesh, groups).reshape(-1),
+        "groups": primitives.device_ids(ctx.module_context.axis_context.mesh, groups).reshape(-1),
         "group_size": len(groups[0]),
         "dtype": str(x.dtype),
         "itemsize": x.dtype.itemsize,

@@ -169,7 +169,7 @@ def _lower(kind: str, ctx: Any, *operands: Any, peers: tuple[int, ...], tag: int
     carried = physical.update(dtype=primitives.carrier(physical.dtype))
     lowering = jax.ffi.ffi_lowering(primitives.TARGET, has_side_effect=True)
     if kind == "send":
-        value = primitives._convert(ctx, operands[0], aval, carried)
+        value = primitives.convert(ctx, operands[0], aval, carried)
         inner = ctx.replace(avals_in=[carried, core.abstract_token], avals_out=[core.abstract_token])
         (token,) = lowering(inner, value, token, **attributes)
         results = []
@@ -177,7 +177,7 @@ def _lower(kind: str, ctx: Any, *operands: Any, peers: tuple[int, ...], tag: int
         more = _work(ctx)
         inner = ctx.replace(avals_in=[core.abstract_token, *(aval for aval, _ in more)], avals_out=[carried, core.abstract_token])
         value, token = lowering(inner, token, *(value for _, value in more), **attributes)
-        results = [primitives._convert(ctx, value, carried, aval)]
+        results = [primitives.convert(ctx, value, carried, aval)]
     if ordered:
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
     elif kind == "send":

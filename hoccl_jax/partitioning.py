@@ -232,7 +232,7 @@ def _lower(ctx: Any, *operands: Any, target: NamedSharding, back: bool = False) 
     value, operands = operands[0], operands if back else operands[:1]
     if devices is not None and len(devices) == target.mesh.size > 1:
         mesh = Mesh(np.array(devices).reshape(target.mesh.axis_sizes), target.mesh.axis_names)
-        call = _partitioned(mesh, target.spec, result.ndim, back, primitives._module_name(ctx))
+        call = _partitioned(mesh, target.spec, result.ndim, back, primitives.module_name(ctx))
         inner = ctx.replace(avals_in=ctx.avals_in[: len(operands)])
         (value,) = mlir.lower_fun(call, multiple_results=False)(inner, *operands)
     return [value] if back else _constrain(ctx, value, target=target)

@@ -233,7 +233,7 @@ def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, o
     attributes = {
         "kind": collective.kind,
         "module": module_name(ctx),
-        "groups": _device_ids(ctx.module_context.axis_context.mesh, groups).reshape(-1),
+        "groups": device_ids(ctx.module_context.axis_context.mesh, groups).reshape(-1),
         "group_size": len(groups[0]),
         "dtype": str(data.dtype),
         "itemsize": carrier(physical.dtype).itemsize,
@@ -291,13 +291,13 @@ def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
 
     (given,), (wanted,) = ctx.avals_in, ctx.avals_out
     inner = ctx.replace(avals_in=[carried(given)], avals_out=[carried(wanted)])
-    operand = _convert(ctx, operand, given, carried(given))
+    operand = convert(ctx, operand, given, carried(given))
     # XLA:CPU runs a program that has side effects outside its fast path (90 us each time). A collective needs none: all ranks compile the
     # same program, so what XLA drops or merges it drops or merges on all of them. A send and its recv must stay even where nothing uses the
     # result.
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=attributes["kind"] in ("send", "recv"))
     (result,) = lowering(inner, operand, **attributes)
-    return _convert(ctx, result, carried(wanted), wanted)
+    return convert(ctx, result, carried(wanted), wanted)
 
 
 def carrier(dtype: np.dtype) -> np.dtype:
@@ -309,11 +309,11 @@ def carrier(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def _convert(ctx: Any, value: Any, given: Any, wanted: Any) -> Any:
+def convert(ctx: Any, value: Any, given: Any, wanted: Any) -> Any:
     if given is core.abstract_token or core.physical_aval(given).dtype == core.physical_aval(wanted).dtype:
         return value
-    convert = mlir.lower_fun(lambda x: lax.convert_element_type(x, wanted.dtype), multiple_results=False)
-    (result,) = convert(ctx.replace(primitive=None, avals_in=[given], avals_out=[wanted]), value)
+    lowering = mlir.lower_fun(lambda x: lax.convert_element_type(x, wanted.dtype), multiple_results=False)
+    (result,) = lowering(ctx.replace(primitive=None, avals_in=[given], avals_out=[wanted]), value)
     return result
 
 
@@ -341,7 +341,7 @@ def _site(collective: Collective, ctx: Any, attributes: Params) -> int:
     return numbers.setdefault((what, count), -1 - sum(1 for key in numbers if isinstance(key[1], int)))
 
 
-def _device_ids(mesh: Any, groups: Groups) -> np.ndarray:
+def device_ids(mesh: Any, groups: Groups) -> np.ndarray:
     """Global device ids of the groups, in an array of shape [groups, ranks]. Connects this process with those that share a group with it.
 
     Devices of a topology that is only described (ahead-of-time compilation) need no engine. An abstract mesh doesn't say which devices the
