@@ -28,12 +28,15 @@ FLAGS = flags.FLAGS
 flags.DEFINE_bool("two", False, "Measure two GPUs beside jax.lax, instead of checking one.")
 flags.DEFINE_bool("build", True, "Build the extension in place and the C++ tests first.")
 flags.DEFINE_string("tests", "build/gpu/tests", "Folder of the C++ tests.")
+flags.DEFINE_bool("dryrun", False, "On CPU devices with small sizes: shows that the script works, measures nothing, writes no page.")
 flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date> or h200x2-<date>).")
 flags.DEFINE_float("seconds", 60, "How long the random operations run, for each form of memory.", lower_bound=1)
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _LIBRARIES = ["hoccl_jax", "jax.lax"]
 _GIB = 1 << 30
+
+_DRY = {"sizes": [65536], "steps": 3, "repeats": 3, "size": 64, "moved": 1 << 20, "rows": 16, "seconds": 2, "count": 6, "width": 64}
 
 Row = tuple[str, str, str]  # what, result, wanted
 
@@ -48,17 +51,25 @@ def _build() -> None:
 def _run(task: str, arguments: dict[str, Any], *, processes: int = 2, gpus: Sequence[str] = ("0",), **env: str) -> list[Any]:
     """What each rank of a job returns for a task of gpu_worker; its error as text where it failed."""
     environment = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(_ROOT), **env}
+    if FLAGS.dryrun:
+        environment |= {"GPU_WORKER_PLATFORM": "cpu", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes)}
+        arguments = arguments | {k: v for k, v in _DRY.items() if k in arguments}
     program = ["-m", "benchmarks.gpu_worker", task, json.dumps(arguments)]
     start = time.monotonic()
     try:
         results = launch.run(
-            program, processes=processes, gpus=gpus if processes > 1 else None, env={**os.environ, **environment}, timeout=400
+            program,
+            processes=processes,
+            gpus=gpus if processes > 1 and not FLAGS.dryrun else None,
+            env={**os.environ, **environment},
+            timeout=400,
         )
     except launch.LaunchError as error:
         return [f"failed: {str(error)[-2000:]}"]
     finally:
         print(f"{task} {arguments} {env}: {time.monotonic() - start:.0f} s", flush=True)
     lines = [[line for line in result.output.splitlines() if line.startswith("RESULT ")][-1] for result in results]
+    print(lines[0][:3000], flush=True)
     return [json.loads(line[len("RESULT ") :]) for line in lines]
 
 
@@ -74,7 +85,7 @@ def _cpp_tests() -> list[Row]:
             if connections and "hazard" not in test.name and "exchange" not in test.name:
                 continue
             try:
-                output = subprocess.run([test], env=env, capture_output=True, text=True, timeout=90).stdout
+                output = subprocess.run([test], env=env, capture_output=True, text=True, timeout=25).stdout
             except subprocess.TimeoutExpired as hung:
                 output = (hung.stdout or b"").decode() + f"\n[  FAILED  ] {test.name} did not end"
             passed += output.count("[       OK ]")
@@ -94,7 +105,7 @@ def _equivalence(row: str, outcome: list[Any]) -> Row:
 
 
 def _one() -> list[Row]:
-    rows = _cpp_tests()
+    rows: list[Row] = []
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60"}
     growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOCCL_TIMEOUT_S": "60"}
     rows.append(_equivalence("cases, preallocated memory", _run("equivalence", {"seed": 11, "count": 150}, **shared)))
@@ -111,7 +122,7 @@ def _one() -> list[Row]:
         outcome = _run("random_operations", {"seconds": FLAGS.seconds, "seed": 5}, **env)
         counts = [{k: v for k, v in rank.items() if k != "stats"} if isinstance(rank, dict) else rank for rank in outcome]
         rows.append((f"random operations for {FLAGS.seconds:g} s, {name}", json.dumps(counts), "no mismatch"))
-    return rows
+    return rows if FLAGS.dryrun else rows + _cpp_tests()
 
 
 def _two() -> list[Row]:
@@ -127,7 +138,7 @@ def _two() -> list[Row]:
             continue
         times |= bigger
         for operation in ("ppermute", "all_to_all", "all_gather"):
-            for size in small + large:
+            for size in _DRY["sizes"] if FLAGS.dryrun else small + large:
                 ours, theirs = times[f"hoccl_jax {operation} {size}"], times[f"jax.lax {operation} {size}"]["us"]
                 moved = size // 2 if operation == "all_to_all" else size
                 limit = limits[f"both ways {moved}"] if f"both ways {moved}" in limits else float("nan")
@@ -137,7 +148,7 @@ def _two() -> list[Row]:
         both = _run("interference", {"size": 8192, "count": 6, "moved": 3 * _GIB, "libraries": _LIBRARIES}, **job, **env)[0]
         rows.append((f"GEMMs and a transfer, us, {form}", json.dumps(both), "hoccl_jax: +2 %"))
         rows.append(_equivalence(f"cases, {form}", _run("equivalence", {"seed": 21, "count": 60}, **job, **env)))
-        for shape in ({"rows": 2048}, {"rows": 4096}, {"rows": 8192}):
+        for shape in ({"rows": 2048, "width": 8192}, {"rows": 4096, "width": 8192}, {"rows": 8192, "width": 8192}):
             forward = _run("gathered_forward", {**shape, "libraries": _LIBRARIES}, **job, **env)[0]
             rows.append((f"8 layers, weights gathered, {shape['rows']} rows a GPU, us, {form}", json.dumps(forward), ""))
     return rows
@@ -158,6 +169,9 @@ def main(argv: Sequence[str]) -> None:
     if FLAGS.build:
         _build()
     rows = _two() if FLAGS.two else _one()
+    if FLAGS.dryrun:
+        print("\n".join(f"{what}: {result[:400]}" for what, result, _ in rows))
+        return
     name = FLAGS.page or f"{'h200x2' if FLAGS.two else 'h200'}-{datetime.date.today()}"
     lines = [f"# {'Two GPUs' if FLAGS.two else 'One GPU, shared by two processes'}", "", _versions(), ""]
     lines += [

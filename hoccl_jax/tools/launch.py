@@ -312,6 +312,7 @@ def run(
     *,
     processes: int,
     devices: int | None = None,
+    gpus: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
     echo: Sink | None = None,
     timeout: float | None = 600.0,
@@ -320,7 +321,7 @@ def run(
 
     Args: as of `Ranks`; `timeout` is in seconds, for the whole job.
     """
-    with Ranks(program, processes=processes, devices=devices, env=env, echo=echo) as ranks:
+    with Ranks(program, processes=processes, devices=devices, gpus=gpus, env=env, echo=echo) as ranks:
         results = ranks.wait(timeout)
         if ranks.first_failed is not None:
             raise LaunchError(f"rank {ranks.first_failed.rank} failed first", results)
