@@ -273,6 +273,8 @@ def interference(size: int, count: int, moved: int, libraries: list[str], events
         programs[f"{name} transfer"] = (jitted(lambda x, permute=permute: permute(x, "x", ring), 1), (x,))
         both = jitted(lambda x, w, permute=permute: (permute(x, "x", ring), gemms(w)), 2)
         programs[f"{name} both"] = (both, (x, weights))
+    halves = jitted(lambda x, w: hoccl_jax.overlap(hoccl_jax.ppermute_start(x, "x", ring), gemms, w), 2)
+    programs["hoccl_jax both, start and done"] = (halves, (x, weights))
     if events:
         step, arguments = programs[f"{libraries[0]} both"]
         jax.block_until_ready(step(*arguments))
