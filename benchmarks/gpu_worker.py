@@ -6,7 +6,9 @@ The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs an
 from __future__ import annotations
 
 import collections
+import functools
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -51,10 +53,15 @@ def spread(rows: int, columns: int, dtype: Any = np.float32) -> jax.Array:
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P("x")), lambda index: values[index])
 
 
+def _store() -> Any:
+    """JAX's key-value store of the job."""
+    return distributed.global_state.client
+
+
 def barrier(name: str) -> None:
     if jax.process_count() == 1:
         return
-    distributed.global_state.client.wait_at_barrier(f"gpu_worker/{name}", 120_000)
+    _store().wait_at_barrier(f"gpu_worker/{name}", 120_000)
 
 
 def equivalence(seed: int, count: int) -> dict[str, Any]:
@@ -62,7 +69,8 @@ def equivalence(seed: int, count: int) -> dict[str, Any]:
     devices = jax.devices(PLATFORM)
     reference = jax.local_devices(backend="cpu")[: len(devices)]
     failed: dict[str, str] = {}
-    ran, left_out = 0, collections.Counter()
+    ran = 0
+    left_out: collections.Counter[str] = collections.Counter()
     for case in cases.generate(len(devices), seed, count):
         if case.operation == "send_recv":
             left_out["send_recv"] += 1
@@ -83,20 +91,20 @@ def equivalence(seed: int, count: int) -> dict[str, Any]:
     return {"ran": ran, "left_out": dict(left_out), "failed": failed, "stats": hoccl_jax.stats()}
 
 
+_measurements = itertools.count()
+
+
 def _median_us(step: Callable[[], Any], per_call: int, repeats: int = 20) -> float:
     jax.block_until_ready(step())
     jax.block_until_ready(step())
+    number = next(_measurements)
     times = []
     for i in range(repeats):
-        barrier(f"{os.environ['HOCCL_TASK']}/{_median_us.calls}/{i}")
+        barrier(f"measurement {number}/{i}")
         start = time.perf_counter()
         jax.block_until_ready(step())
         times.append((time.perf_counter() - start) / per_call * 1e6)
-    _median_us.calls += 1
     return statistics.median(times)
-
-
-_median_us.calls = 0
 
 
 LIBRARIES = {"hoccl_jax": hoccl_jax, "jax.lax": jax.lax}
@@ -135,7 +143,7 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
                 step = program(function)
                 jax.block_until_ready(step(x))
                 hoccl_jax.reset_stats()
-                entry: dict[str, Any] = {"us": _median_us(lambda step=step, x=x: step(x), steps, repeats)}
+                entry: dict[str, Any] = {"us": _median_us(functools.partial(step, x), steps, repeats)}
                 if library is hoccl_jax:
                     counts = hoccl_jax.stats()
                     entry["host_us"] = counts["handlers"]["nanoseconds"] / max(1, counts["handlers"]["calls"]) / 1e3
@@ -186,6 +194,10 @@ def profile(steps: int) -> dict[str, Any]:
     return seen
 
 
+def _filled(value: int, _index: Any) -> np.ndarray:
+    return np.full((1, 1), value, np.int32)
+
+
 def random_operations(seconds: float, seed: int) -> dict[str, Any]:
     """Random operations for so long; every chunk of every result is checked on the device, by sums of sentinels that all ranks know."""
     size = gpu_mesh().size
@@ -195,7 +207,7 @@ def random_operations(seconds: float, seed: int) -> dict[str, Any]:
     mismatches, ran = 0, 0
     end = time.monotonic() + seconds
 
-    def make(kind: str, rows: int, columns: int, priority: str) -> Any:
+    def make(kind: str, rows: int, columns: int, priority: Any) -> Any:
         def body(start: jax.Array) -> jax.Array:
             rank = jax.lax.axis_index("x")
 
@@ -224,7 +236,7 @@ def random_operations(seconds: float, seed: int) -> dict[str, Any]:
                 break
         elif ran % 50 == 0:
             go_on = f"gpu_worker/random/{seed}/{ran}"
-            client = distributed.global_state.client
+            client = _store()
             if jax.process_index() == 0:
                 client.key_value_set(go_on, "1" if time.monotonic() < end else "0")
             if client.blocking_key_value_get(go_on, 60_000) == "0":
@@ -234,9 +246,7 @@ def random_operations(seconds: float, seed: int) -> dict[str, Any]:
         key = (kind, rows, columns, ("foreground", "background")[rng.integers(2)])
         if key not in programs:
             programs[key] = make(*key)
-        start = jax.make_array_from_callback(
-            (size, 1), NamedSharding(gpu_mesh(), P("x")), lambda _, ran=ran: np.full((1, 1), ran, np.int32)
-        )
+        start = jax.make_array_from_callback((size, 1), NamedSharding(gpu_mesh(), P("x")), functools.partial(_filled, ran))
         wrong = programs[key](start)
         mismatches += int(np.asarray(wrong.addressable_shards[0].data).sum())
         ran += 1
@@ -267,7 +277,7 @@ def interference(size: int, count: int, moved: int, libraries: list[str], events
     def jitted(function: Callable[..., Any], inputs: int) -> Any:
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(P("x"),) * inputs, out_specs=P("x")))
 
-    programs = {"gemms": (jitted(gemms, 1), (weights,))}
+    programs: dict[str, tuple[Any, tuple[Any, ...]]] = {"gemms": (jitted(gemms, 1), (weights,))}
     for name in libraries:
         permute = LIBRARIES[name].ppermute
         programs[f"{name} transfer"] = (jitted(lambda x, permute=permute: permute(x, "x", ring), 1), (x,))
@@ -285,7 +295,7 @@ def interference(size: int, count: int, moved: int, libraries: list[str], events
     times: dict[str, list[float]] = collections.defaultdict(list)
     for i in range(4):  # in turns
         for name, (step, arguments) in programs.items():
-            time_us = _median_us(lambda step=step, arguments=arguments: step(*arguments), 1, 5)
+            time_us = _median_us(functools.partial(step, *arguments), 1, 5)
             if i > 0:
                 times[name].append(time_us)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -322,7 +332,9 @@ def gathered_forward(rows: int, libraries: list[str], layers: int = 8, width: in
         return forward
 
     specs = (P("x"),) * (layers + 1)
-    programs = {"compute alone": (jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))), (x, whole))}
+    programs: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "compute alone": (jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))), (x, whole))
+    }
     for name in libraries:
         forward = jax.shard_map(gathered(LIBRARIES[name]), mesh=mesh, in_specs=specs, out_specs=P("x"))
         programs[name] = (jax.jit(forward), (x, *shards))
@@ -331,7 +343,7 @@ def gathered_forward(rows: int, libraries: list[str], layers: int = 8, width: in
     for i in range(4):  # in turns
         for name, (step, arguments) in programs.items():
             outcomes[name] = step(*arguments)
-            time_us = _median_us(lambda step=step, arguments=arguments: step(*arguments), 1, 7)
+            time_us = _median_us(functools.partial(step, *arguments), 1, 7)
             if i > 0:
                 times[name].append(time_us)
     ours, theirs = (outcomes[name].addressable_shards for name in libraries)
@@ -350,7 +362,6 @@ TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, chains, 
 
 def main() -> None:
     task = sys.argv[1]
-    os.environ["HOCCL_TASK"] = task
     arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     hoccl_jax.init()
     outcome = TASKS[task](**arguments)

@@ -77,7 +77,7 @@ def pairs(sizes: Sequence[int], repeats: int = 7) -> dict[str, float]:
     for gpu, peer in (gpus, reversed(gpus)):
         gpu.use()
         driver("cuCtxEnablePeerAccess", peer.context, 0)
-    result = {}
+    result: dict[str, float] = {}
     for size in sizes:
         times = 100 if size <= 8 << 20 else 10
         one_way, both_ways = [], []

@@ -13,8 +13,8 @@ namespace hoccl {
 namespace {
 
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
-// Own slices from this size on are copied beside the pushes, by the executor, instead of before them.
-constexpr int64_t kOwnBytes = 8 << 20;
+// Own slices from this size on are copied beside the pushes instead of before them.
+constexpr int64_t kLargeOwnBytes = 8 << 20;
 // How long a device's thread polls without a pause for pushes that can't start, and how long it then pauses.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
@@ -67,6 +67,9 @@ Status StreamExchange::StartDevices() {
     device->exports = std::make_unique<cuda::ExportCache>(**cuda);
     device->imports = std::make_unique<cuda::ImportCache>(**cuda);
     device->pushes = std::make_unique<PushExecutor>(**cuda, options_.chunk_bytes);
+    Result<std::unique_ptr<cuda::CopyStream>> own_copies = cuda::CopyStream::Create(**cuda);
+    if (!own_copies.ok()) return own_copies.status();
+    device->own_copies = *std::move(own_copies);
     resources_->devices.push_back(*std::move(cuda));
     devices_.push_back(std::move(device));
   }
@@ -109,7 +112,14 @@ StreamExchange::~StreamExchange() {
 
 StreamExchange::Binding::~Binding() {
   const std::shared_ptr<Resources> resources = resources_.lock();
-  if (resources != nullptr && has_slots_) resources->flags->ReleaseSlot(slot_);
+  if (resources == nullptr) {  // and with it the driver's objects
+    (void)fork_.release();
+    (void)join_.release();
+    return;
+  }
+  fork_.reset();
+  join_.reset();
+  if (has_slots_) resources->flags->ReleaseSlot(slot_);
 }
 
 Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::shared_ptr<const GroupPlan> plan, int rank) {
@@ -127,12 +137,7 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
   for (int i = 0; i < static_cast<int>(flows.size()); ++i) {
     const Flow& flow = flows[i];
     if (flow.src == flow.dst) {
-      if (flow.src != rank) continue;
-      if (flow.copy.bytes() < kOwnBytes) {
-        binding->own_.push_back(i);
-      } else {
-        binding->out_.push_back({.flow = i, .departure = static_cast<uint32_t>(binding->out_.size()), .own = true});
-      }
+      if (flow.src == rank) binding->own_.push_back(i);
       continue;
     }
     const uint32_t arrival = arrivals[flow.dst]++;
@@ -152,6 +157,15 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
   binding->has_slots_ = true;
+  int64_t own_bytes = 0;
+  for (int flow : binding->own_) own_bytes += flows[flow].copy.bytes();
+  binding->own_is_large_ = own_bytes >= kLargeOwnBytes && !binding->out_.empty();
+  for (std::unique_ptr<cuda::Event>* event : {&binding->fork_, &binding->join_}) {
+    if (!binding->own_is_large_) break;
+    Result<std::unique_ptr<cuda::Event>> created = cuda::Event::Create(*binding->device_->cuda);
+    if (!created.ok()) return created.status();
+    *event = *std::move(created);
+  }
   binding->post_.process = options_.process;
   binding->post_.device = communicator.devices[rank];
   binding->post_.signature = plan->call->signature;
@@ -263,10 +277,7 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, CUs
     // Beside the receivers' getting ready.
     HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
     operations.clear();
-    for (int flow : binding.own_) {
-      HOCCL_RETURN_IF_ERROR(stream.Copy(execution->result, execution->operand, flows[flow].copy));
-      statistics_->CountBytes(Engine::kLocalCopy, flows[flow].copy.bytes());
-    }
+    HOCCL_RETURN_IF_ERROR(CopyOwn(binding, *execution, stream));
   }
   for (const Flight& flight : execution->flights) {
     if (flight.way == Flight::Way::kInStream) operations.push_back({kWait, flight.target.flags->OnDevice(flight.ready)});
@@ -284,7 +295,26 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, CUs
   for (const Flight& flight : execution->flights) {
     if (flight.way == Flight::Way::kProxy) operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
   }
-  return stream.RunFlags(operations);
+  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
+  return binding.own_is_large_ ? stream.WaitEvent(*binding.join_) : Status();
+}
+
+// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue. So these are enqueued
+// before any wait that depends on them; left to the executor they could hang.
+Status StreamExchange::CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
+  const std::vector<Flow>& flows = execution.plan->call->flows;
+  cuda::CopyStream& beside = *binding.device_->own_copies;
+  if (binding.own_is_large_) {
+    HOCCL_RETURN_IF_ERROR(stream.Record(*binding.fork_));
+    HOCCL_RETURN_IF_ERROR(beside.WaitEvent(*binding.fork_));
+  }
+  for (int flow : binding.own_) {
+    const StridedCopy& copy = flows[flow].copy;
+    HOCCL_RETURN_IF_ERROR(binding.own_is_large_ ? beside.Copy(execution.result, execution.operand, copy)
+                                                : stream.Copy(execution.result, execution.operand, copy));
+    statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
+  }
+  return binding.own_is_large_ ? beside.Record(*binding.join_) : Status();
 }
 
 Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {
@@ -341,10 +371,6 @@ bool StreamExchange::MatchAll(Device* device, Execution* execution) {
   for (size_t i = 0; i < execution->flights.size(); ++i) {
     Flight& flight = execution->flights[i];
     if (flight.way != Flight::Way::kUnmatched) continue;
-    if (flight.out.own) {
-      SubmitOwn(device, execution, &flight);
-      continue;
-    }
     const PostKey key = ReceiverOf(*execution, flight);
     const auto known = posts_.find(key);
     if (known == posts_.end()) {
@@ -412,26 +438,6 @@ void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
   statistics_->CountBytes(Engine::kPeerDma, flow.copy.bytes());
   statistics_->CountPush(false);
   waiting.device->wake.notify_one();
-}
-
-void StreamExchange::SubmitOwn(Device* device, Execution* execution, Flight* flight) {
-  flight->way = Flight::Way::kProxy;
-  FlagMemory& own = resources_->flags->memory();
-  const Ticket departure = execution->Departure(flight->out.departure);
-  const HostFlag ready = {own.address(execution->slot), execution->value};
-  const StridedCopy& copy = execution->plan->call->flows[flight->flow].copy;
-  device->pushes->Submit({.dst = execution->result,
-                          .src = execution->operand,
-                          .copy = copy,
-                          .receiver = device->entry.global_id,
-                          .background = execution->plan->call->operation.priority == Priority::kBackground,
-                          .sender_ready = ready,
-                          .receiver_ready = ready,
-                          .arrived = own.OnDevice(departure),
-                          .departed = own.OnDevice(departure),
-                          .departed_seen = {own.address(departure.slot), departure.value}});
-  statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
-  device->wake.notify_one();
 }
 
 bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* target) {

@@ -113,7 +113,6 @@ class StreamExchange : public ProxyListener {
   void Await(Device* device, Execution* execution);
   bool Reach(Device* device, const StreamPost& post, Target* target);
   void Submit(const Waiting& waiting, const StreamPost& post);
-  void SubmitOwn(Device* device, Execution* execution, Flight* flight);
   void Use(const Flight& flight, const PostKey& key);
   void CheckAgreement(const Execution& execution, const StreamPost& post);
   bool IsInStream(const Execution& execution, const Flight& flight) const;
@@ -127,6 +126,7 @@ class StreamExchange : public ProxyListener {
   void Release(const Execution& execution);
   std::string Attendance(const Execution& execution);
 
+  Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
   Status Enqueue(const Binding& binding, Execution* execution, CUstream handle);
 
   const StreamExchangeOptions options_;
@@ -167,14 +167,16 @@ class StreamExchange::Binding {
     uint32_t arrival = 0;    // its flag among the receiver's, behind the first
     uint32_t departure = 0;  // and among ours
     int users = 0;           // flows of this process that go to the same rank
-    bool own = false;        // stays on the device
   };
 
   std::shared_ptr<const GroupPlan> plan_;
   int rank_ = 0;
   Device* device_ = nullptr;
   std::vector<Out> out_;
-  std::vector<int> own_;      // flows that stay on the device and are short
+  std::vector<int> own_;       // flows that stay on the device
+  bool own_is_large_ = false;  // then they are copied beside the pushes, in a stream that the program's forks and joins by these
+  std::unique_ptr<cuda::Event> fork_;
+  std::unique_ptr<cuda::Event> join_;
   std::vector<int> sources_;  // processes that send to this rank
   uint32_t arrivals_ = 0;
   StreamPost post_;  // what all executions have in common

@@ -24,6 +24,7 @@ struct StreamExchange::Device {
   std::unique_ptr<cuda::ExportCache> exports;
   std::unique_ptr<cuda::ImportCache> imports;
   std::unique_ptr<PushExecutor> pushes;
+  std::unique_ptr<cuda::CopyStream> own_copies;
   std::set<uint64_t> reachable;  // of own_memory_, what belongs to other devices and this one may use
   std::deque<std::unique_ptr<Execution>> executions;
   std::atomic<int> waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped

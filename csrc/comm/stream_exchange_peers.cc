@@ -244,7 +244,6 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   };
   std::vector<int> named;
   for (const Flight& flight : execution.flights) {
-    if (flight.out.own) continue;
     const int receiver = plan.call->flows[flight.flow].dst;
     named.push_back(receiver);
     if (flight.target.flags == nullptr && !posts_.contains(ReceiverOf(execution, flight))) {

@@ -34,7 +34,8 @@ inline constexpr size_t kBufferBytes = 1 << 20;
 // GPUs.
 class CudaJob {
  public:
-  CudaJob(const cuda::Driver& driver, int processes, int each, WorldOptions options = {}) : each_(each) {
+  CudaJob(const cuda::Driver& driver, int processes, int each, WorldOptions options = {}, size_t buffer_bytes = kBufferBytes)
+      : each_(each) {
     options.cuda_driver = DriverPath();
     for (int process = 0; process < processes; ++process) {
       options.process = process;
@@ -51,8 +52,8 @@ class CudaJob {
       Rank& made = ranks_.emplace_back();
       made.cuda = Must(CudaDevice::Attach(driver, rank % each));
       made.stream = std::make_unique<ProgramStream>(*made.cuda);
-      made.operand = Must(DeviceMemory::Allocate(*made.cuda, kBufferBytes));
-      made.result = Must(DeviceMemory::Allocate(*made.cuda, kBufferBytes));
+      made.operand = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
+      made.result = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
     }
   }
 

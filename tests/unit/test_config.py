@@ -33,6 +33,9 @@ def test_every_field_is_read_from_its_variable() -> None:
         "HOCCL_HUGE_PAGES": ("no", False),
         "HOCCL_LOG_LEVEL": ("debug", "debug"),
         "HOCCL_NODE_ID": ("left", "left"),
+        "HOCCL_DMA_CHUNK_BYTES": ("4096", 4096),
+        "HOCCL_IN_STREAM_BYTES": ("0", 0),
+        "HOCCL_PATIENCE_US": ("0", 0),
     }
     fields = dataclasses.fields(Config)
     assert {field.metadata["variable"] for field in fields} == set(texts)
