@@ -213,7 +213,7 @@ def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, opti
     if attributes is None:
         return [without_moving(collective, ctx, operand, wanted, params)]
     if platform == "cuda" and options.overlap and not collective.one_sided:
-        return [_beside(ctx, operand, STREAMS[options.priority], lambda inner: _call(ctx, inner, attributes))]
+        return [_call(ctx, operand, attributes, STREAMS[options.priority])]
     return [_call(ctx, operand, attributes)]
 
 
@@ -280,8 +280,8 @@ def _beside(ctx: Any, operand: Any, stream: str, body: Callable[[Any], Any]) -> 
     return call.results[0]
 
 
-def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
-    """The custom call. Elements narrower than a byte travel as bytes."""
+def _call(ctx: Any, operand: Any, attributes: Params, stream: str | None = None) -> Any:
+    """The custom call, on a stream of its own if one is named. Elements narrower than a byte travel as bytes."""
 
     def carried(aval: Any) -> Any:
         if aval is core.abstract_token:
@@ -296,7 +296,10 @@ def _call(ctx: Any, operand: Any, attributes: Params) -> Any:
     # same program, so what XLA drops or merges it drops or merges on all of them. A send and its recv must stay even where nothing uses the
     # result.
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=attributes["kind"] in ("send", "recv"))
-    (result,) = lowering(inner, operand, **attributes)
+    if stream is None:
+        (result,) = lowering(inner, operand, **attributes)
+    else:  # nothing but the call: XLA:GPU compiles no kernels for another stream
+        result = _beside(inner, operand, stream, lambda operand: lowering(inner, operand, **attributes)[0])
     return convert(ctx, result, carried(wanted), wanted)
 
 

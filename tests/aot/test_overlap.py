@@ -86,6 +86,14 @@ def test_every_operation_overlaps(operation: Callable[[jax.Array], jax.Array]) -
     assert compiled(function).transfers() == [1]
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn"])
+def test_types_narrower_than_a_byte_are_converted_in_the_programs_own_stream(dtype: str) -> None:
+    def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x.T @ x, hoccl_jax.pshuffle(shards[0].astype(dtype), "x", [1, 0]).astype(jnp.float32)
+
+    assert len(compiled(function).transfers()) == 1
+
+
 def test_foreground_and_background_have_streams_of_their_own() -> None:
     def function(x: jax.Array, shards: jax.Array) -> jax.Array:
         background = hoccl_jax.all_gather(shards[0], "x", tiled=True, priority="background")
