@@ -106,8 +106,15 @@ StreamExchange::~StreamExchange() {
   }
   if (!failed_) return;
   // Streams may still stand before flags and copies that they were given: nobody can tell, so what these use stays for good.
-  [[maybe_unused]] auto* kept = new std::pair(std::move(peers_), std::move(devices_));
-  [[maybe_unused]] auto* resources = new std::shared_ptr(resources_);
+  struct Kept {
+    std::shared_ptr<Resources> resources;
+    std::vector<std::unique_ptr<Peer>> peers;
+    std::vector<std::unique_ptr<Device>> devices;
+  };
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<Kept>();
+  std::lock_guard lock(mutex);
+  kept.push_back({.resources = resources_, .peers = std::move(peers_), .devices = std::move(devices_)});
 }
 
 StreamExchange::Binding::~Binding() {
