@@ -187,7 +187,7 @@ class Ranks:
       processes: how many ranks to start here.
       devices: CPU devices per rank; this also selects the CPU platform. None leaves both to JAX and its environment.
       gpus: GPUs of this host, by number, dealt to the ranks in turns, one each; fewer than ranks are shared. None leaves them all to every
-        rank. JAX alone is told: with CUDA_VISIBLE_DEVICES the driver would not see the other GPUs, and copies to them would run on SMs.
+        rank. JAX alone is told: copies to GPUs that CUDA_VISIBLE_DEVICES hides are slower and don't overlap with computation.
       env: variables on top of this process's environment.
       echo: gets all output as it comes, e.g. `prefixed(sys.stdout.buffer)`; None collects it silently.
       join_job: False leaves `jax.distributed.initialize` to the program, which finds its three arguments in the environment:
