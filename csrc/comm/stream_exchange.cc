@@ -221,7 +221,14 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream stream, CUde
   cuda::ExportCache::Location location;
   if (binding->arrivals_ > 0) {
     Result<cuda::ExportCache::Location> found = device->exports->Locate(result, static_cast<size_t>(operation.ResultBytes()));
-    if (!found.ok()) return found.status();
+    if (!found.ok()) {
+      // The other ranks would wait for this one.
+      std::lock_guard lock(mutex_);
+      Fail(Status(found.status().code(), plan.Describe(run, binding->executions_) + ": the result of " +
+                                             plan.communicator.RankName(binding->rank_) + ": " + found.status().message()),
+           true);
+      return failure_;
+    }
     location = *std::move(found);
   }
 
@@ -509,7 +516,6 @@ void StreamExchange::Run(Device* device) {
       Fail(Status(stepped.code(), "copying from device " + std::to_string(device->entry.global_id) + " (" + cuda.properties().name +
                                       ") failed: " + stepped.message()),
            true);
-      device->pushes->Clear();
     }
   }
 }

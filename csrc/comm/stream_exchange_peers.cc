@@ -297,7 +297,7 @@ void StreamExchange::Fail(Status failure, bool tell_others) {
   posts_.clear();
   for (const auto& device : devices_) {
     device->waiting = 0;
-    device->pushes->Clear();
+    device->pushes->Abandon();
     for (const auto& execution : device->executions) Release(*execution);
     device->wake.notify_all();
   }

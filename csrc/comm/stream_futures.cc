@@ -28,18 +28,20 @@ Result<std::unique_ptr<cuda::Event>> StreamFutures::TakeEvent(Device* device) {
 
 Status StreamFutures::Start(StreamExchange::Binding* binding, int64_t device_id, int64_t run, CUstream program, CUdeviceptr operand,
                             CUdeviceptr result) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const Result<Device*> device = DeviceOf(device_id);
   if (!device.ok()) return device.status();
   const Priority priority = binding->plan().call->operation.priority;
   const cuda::CopyStream& stream = *(*device)->streams[static_cast<size_t>(priority)];
   Result<std::unique_ptr<cuda::Event>> event = TakeEvent(*device);
   if (!event.ok()) return event.status();
+  lock.unlock();  // the devices' handlers look out for each other's posts
   // One event serves both ends: a wait that has been enqueued keeps to the record before it.
   HOCCL_RETURN_IF_ERROR(cuda::StreamView(*(*device)->cuda, program).Record(**event));
   HOCCL_RETURN_IF_ERROR(stream.WaitEvent(**event));
   HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream.handle(), operand, result));
   HOCCL_RETURN_IF_ERROR(stream.Record(**event));
+  lock.lock();
   Operation& operation = operations_[{device_id, result}];
   if (operation.ended != nullptr) (*device)->spare.push_back(std::move(operation.ended));  // of a program that failed before its done
   operation = {.operand = operand, .ended = *std::move(event)};

@@ -20,16 +20,17 @@ PushExecutor::~PushExecutor() {
 
 void PushExecutor::Submit(const Push& push) {
   std::lock_guard lock(mutex_);
-  waiting_.push_back(push);
+  if (!abandoned_) waiting_.push_back(push);
 }
 
 bool PushExecutor::HasWork() {
   std::lock_guard lock(mutex_);
-  return !waiting_.empty() || busy_.load(std::memory_order_relaxed) > 0;
+  return !abandoned_ && (!waiting_.empty() || busy_.load(std::memory_order_relaxed) > 0);
 }
 
-void PushExecutor::Clear() {
+void PushExecutor::Abandon() {
   std::lock_guard lock(mutex_);
+  abandoned_ = true;
   waiting_.clear();
 }
 
@@ -54,8 +55,10 @@ Status PushExecutor::Start(const Push& push) {
 }
 
 Status PushExecutor::Step(bool* progress) {
+  *progress = false;
   {
     std::lock_guard lock(mutex_);
+    if (abandoned_) return {};
     auto left = waiting_.begin();
     for (Push& push : waiting_) {
       if (IsReady(push)) {
@@ -70,6 +73,7 @@ Status PushExecutor::Step(bool* progress) {
   *progress = !taken_.empty();
   if (*progress) {
     const cuda::ScopedContext scope(device_);
+    HOCCL_RETURN_IF_ERROR(scope.status());
     for (const Push& push : taken_) {
       if (push.background) {
         background_.push_back({.push = push, .chunks = ChunkedCopy(push.copy, chunk_bytes_)});

@@ -56,8 +56,8 @@ class PushExecutor {
   Status Step(bool* progress);
   bool HasWork();
 
-  // Forgets what has not been started.
-  void Clear();
+  // From any thread, for good: nothing more is started, and what waits is forgotten.
+  void Abandon();
 
  private:
   // A background push on its way.
@@ -76,6 +76,7 @@ class PushExecutor {
   std::map<std::pair<int64_t, bool>, std::unique_ptr<cuda::CopyStream>> streams_;  // by receiver and priority; of the stepping thread alone
 
   std::mutex mutex_;
+  bool abandoned_ = false;
   std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival
 
   // Of the stepping thread alone, but for their sizes.

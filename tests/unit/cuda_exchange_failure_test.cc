@@ -97,6 +97,15 @@ TEST_F(FakeCudaExchangeFailureTest, AFailedCopyIsReported) {
   }
 }
 
+TEST_F(FakeCudaExchangeFailureTest, ARankWhoseMemoryCannotBeFoundTellsTheOthers) {
+  CudaJob job(driver(), 2, 1);
+  const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
+  ASSERT_OK(job.Post(call, 0, 1));
+  Fake().fakeCudaFail("cuPointerGetAttributes", CUDA_ERROR_INVALID_VALUE, 0, -1);
+  ExpectContains(job.Post(call, 1, 1), {"the result of rank 1 (device 1, process 1)", "is no address of CUDA device memory"});
+  ExpectContains(FailureOf(job, 0), {"is no address of CUDA device memory", "told by process 1"});
+}
+
 TEST_F(FakeCudaExchangeFailureTest, ACallThatCannotBeEnqueuedIsAnErrorAtOnce) {
   for (const char* point : {"cuStreamBatchMemOp", "cuMemcpyAsync"}) {
     SCOPED_TRACE(point);
