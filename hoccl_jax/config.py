@@ -51,6 +51,12 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _word(text: str) -> str:
+    if any(character.isspace() for character in text):
+        raise ValueError("a text without spaces")
+    return text
+
+
 def _setting(variable: str, default: Any, parse: Callable[[str], Any], doc: str) -> Any:
     """A field with its variable, its parser (whose ValueError says what the variable wants) and its line in docs/settings.md."""
     return dataclasses.field(default=default, metadata={"variable": variable, "parse": parse, "doc": doc})
@@ -127,7 +133,12 @@ class Config:
     log_level: str = _setting(
         "HOCCL_LOG_LEVEL", "warning", _one_of("debug", "info", "warning", "error", "critical"), "Level of the Python logger `hoccl_jax`."
     )
-    node_id: str = _setting("HOCCL_NODE_ID", "", str, "Processes with the same text count as one host; empty: the boot id decides.")
+    node_id: str = _setting(
+        "HOCCL_NODE_ID",
+        "",
+        _word,
+        "Processes with the same text count as one node, so that one host can play several; empty: a node is a host.",
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -11,7 +11,7 @@
 namespace hoccl {
 namespace {
 
-constexpr char kVersion[] = "hoccl-address-2";
+constexpr char kVersion[] = "hoccl-address-3";
 
 std::string NamespaceId(const char* path) {
   struct stat info{};
@@ -23,7 +23,7 @@ std::string NamespaceId(const char* path) {
 
 std::string Address::Serialize() const {
   std::ostringstream out;
-  out << kVersion << ' ' << process << ' ' << pid << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address << ' '
+  out << kVersion << ' ' << process << ' ' << pid << ' ' << host << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address << ' '
       << probe_value << ' ' << devices.size();
   for (const DeviceEntry& device : devices) {
     out << ' ' << device.global_id << ' ' << device.local_ordinal << ' ' << static_cast<int>(device.platform);
@@ -36,7 +36,7 @@ Result<Address> Address::Parse(const std::string& text) {
   std::string version;
   Address address;
   size_t device_count = 0;
-  in >> version >> address.process >> address.pid >> address.node >> address.socket >> address.token >> address.probe_address >>
+  in >> version >> address.process >> address.pid >> address.host >> address.node >> address.socket >> address.token >> address.probe_address >>
       address.probe_value >> device_count;
   constexpr size_t kMostDevices = 1 << 16;
   if (!in || version != kVersion || device_count > kMostDevices)
@@ -52,8 +52,7 @@ Result<Address> Address::Parse(const std::string& text) {
   return address;
 }
 
-std::string NodeIdentity(const std::string& override) {
-  if (!override.empty()) return "node-" + override;
+std::string HostIdentity() {
   std::string boot_id = "unknown";
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
   return boot_id + "/" + NamespaceId("/proc/self/ns/net") + "/" + NamespaceId("/proc/self/ns/pid");

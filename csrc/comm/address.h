@@ -24,7 +24,8 @@ struct DeviceEntry {
 struct Address {
   int process = 0;
   int64_t pid = 0;
-  std::string node;            // equal for processes that can meet through local sockets and read each other's memory
+  std::string host;            // equal for processes that can meet through local sockets and read each other's memory
+  std::string node;            // of the scheduler's topology: the host, or what HOCCL_NODE_ID says, so that one host can play several nodes
   std::string socket;          // name of the listening local socket
   std::string token;           // whoever connects must present it
   uint64_t probe_address = 0;  // where in the process's memory ...
@@ -37,8 +38,8 @@ struct Address {
   friend bool operator==(const Address&, const Address&) = default;
 };
 
-// Boot id and the namespaces of network and process ids of this process; `override`, when not empty, in place of it all.
-std::string NodeIdentity(const std::string& override);
+// Boot id and the namespaces of network and process ids of this process.
+std::string HostIdentity();
 
 // 128 random bits in hexadecimal.
 std::string RandomToken();

@@ -91,9 +91,9 @@ Status Proxy::Connect(const Address& peer) {
   if (peer.process < 0 || peer.process >= options_.process_count)
     return InvalidArgument("no such process: " + std::to_string(peer.process));
   if (peer.process == options_.self.process) return {};
-  if (peer.node != options_.self.node) {
-    return Unimplemented("process " + std::to_string(peer.process) + " is on another host (" + peer.node + ", this one is " +
-                         options_.self.node + "): this build connects processes of one host only");
+  if (peer.host != options_.self.host) {
+    return Unimplemented("process " + std::to_string(peer.process) + " is on another host (" + peer.host + ", this one is " +
+                         options_.self.host + "): this build connects processes of one host only");
   }
   const Status opened = OpenOutgoing(peer);
   if (!opened.ok() && !peers_[peer.process]->lost) return opened;

@@ -145,7 +145,8 @@ World::World(const WorldOptions& options)
   const std::string token = RandomToken();
   address_ = {.process = options.process,
               .pid = ::getpid(),
-              .node = NodeIdentity(options.node_id),
+              .host = HostIdentity(),
+              .node = options.node_id.empty() ? HostIdentity() : "node-" + options.node_id,
               .socket = "hoccl-" + std::to_string(::getpid()) + "-" + token.substr(0, 16),
               .token = RandomToken(),
               .probe_address = reinterpret_cast<uint64_t>(&probe_value_),

@@ -36,7 +36,7 @@ struct WorldOptions {
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};
   CrossMemory cross_memory = CrossMemory::kAuto;
-  std::string node_id = {};  // tells hosts apart in place of the boot id
+  std::string node_id = {};  // the node that this process belongs to; empty: its host
 
   // Of CUDA devices; StreamExchangeOptions explains them.
   int64_t dma_chunk_bytes = 8 << 20;
