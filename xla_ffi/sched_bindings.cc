@@ -74,7 +74,7 @@ std::vector<std::tuple<double, std::vector<std::tuple<int, int, int64_t>>>> Stag
   for (const Stage& stage : plan.stages) {
     auto& [seconds, transfers] = stages.emplace_back();
     seconds = stage.seconds;
-    for (const Transfer& t : stage.transfers) transfers.emplace_back(t.src_node, t.dst_node, t.end);
+    for (const NodeTransfer& t : stage.transfers) transfers.emplace_back(t.src_node, t.dst_node, t.end);
   }
   return stages;
 }

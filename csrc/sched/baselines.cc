@@ -315,7 +315,7 @@ Result<Plan> PlanInOrder(Baseline order, const Topology& topology, std::shared_p
   if (!plan.ok()) return plan;
   std::map<std::pair<int, int>, int64_t> bytes;
   for (const Stage& stage : plan->stages) {
-    for (const Transfer& t : stage.transfers) bytes[{t.src_node, t.dst_node}] = t.end;
+    for (const NodeTransfer& t : stage.transfers) bytes[{t.src_node, t.dst_node}] = t.end;
   }
   std::vector<Job> jobs;
   for (const auto& [pair, total] : bytes) jobs.push_back({pair.first, pair.second, total});

@@ -50,7 +50,7 @@ class MatrixExpansion {
     }
     for (int stage = 0; stage < stages; ++stage) {
       if (stage < static_cast<int>(plan_.stages.size())) {
-        for (const Transfer& transfer : plan_.stages[stage].transfers) AddTransfer(stage, transfer);
+        for (const NodeTransfer& transfer : plan_.stages[stage].transfers) AddTransfer(stage, transfer);
       }
       for (int node = 0; node < plan_.topology.nodes(); ++node) AddDirect(stage, node);
       sequencer_.EndStage();
@@ -87,7 +87,7 @@ class MatrixExpansion {
   // Takes from each rail as large a part as the transfer's end is of all the pair's bytes. The chunk across the end is cut, unless that
   // leaves next to nothing on one side: stages that are a few chunks long would be wrong by a large part of themselves, and many of them
   // add up.
-  void AddTransfer(int stage, const Transfer& transfer) {
+  void AddTransfer(int stage, const NodeTransfer& transfer) {
     if (!Sees(transfer.src_node) && !Sees(transfer.dst_node)) return;
     std::vector<Lane>& lanes = LanesOf(transfer.src_node, transfer.dst_node);
     double total = 0;

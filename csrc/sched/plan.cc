@@ -72,11 +72,11 @@ std::string Plan::ToString() const {
   std::map<std::pair<int, int>, int64_t> before;  // what earlier stages moved of a pair
   for (size_t s = 0; s < stages.size(); ++s) {
     text += "\n  stage " + std::to_string(s) + ", " + Microseconds(stages[s].seconds) + ": " +
-            List(stages[s].transfers, [&before](const Transfer& t) {
+            List(stages[s].transfers, [&before](const NodeTransfer& t) {
               int64_t bytes = t.end - before[{t.src_node, t.dst_node}];
               return std::to_string(t.src_node) + "->" + std::to_string(t.dst_node) + " " + Bytes(bytes);
             });
-    for (const Transfer& t : stages[s].transfers) before[{t.src_node, t.dst_node}] = t.end;
+    for (const NodeTransfer& t : stages[s].transfers) before[{t.src_node, t.dst_node}] = t.end;
   }
   for (size_t node = 0; node < direct.size(); ++node) {
     for (const DirectStage& stage : direct[node]) {

@@ -14,18 +14,18 @@
 namespace hoccl {
 
 // One node's part of a stage. When it is over, the first `end` bytes of all that `src_node` has for `dst_node` are on their way.
-struct Transfer {
+struct NodeTransfer {
   int src_node = 0;
   int dst_node = 0;
   int64_t end = 0;
 
-  friend bool operator==(const Transfer&, const Transfer&) = default;
+  friend bool operator==(const NodeTransfer&, const NodeTransfer&) = default;
 };
 
 // Transfers that share no port: a node sends to one other node at most, and receives from one at most, each over all rails.
 struct Stage {
   double seconds = 0;  // that its longest transfer takes
-  std::vector<Transfer> transfers;
+  std::vector<NodeTransfer> transfers;
 
   friend bool operator==(const Stage&, const Stage&) = default;
 };

@@ -69,7 +69,7 @@ std::vector<std::vector<double>> SlackTimelines(const Plan& plan) {
   std::vector<int64_t> before(static_cast<size_t>(n) * n);
   for (size_t s = 0; s < plan.stages.size(); ++s) {
     for (int node = 0; node < n; ++node) slack[node][s] = plan.stages[s].seconds;
-    for (const Transfer& t : plan.stages[s].transfers) {
+    for (const NodeTransfer& t : plan.stages[s].transfers) {
       int64_t& moved = before[static_cast<size_t>(t.src_node) * n + t.dst_node];
       double seconds = static_cast<double>(t.end - moved) / plan.topology.speeds().nvlink;
       moved = t.end;

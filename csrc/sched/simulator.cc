@@ -240,7 +240,7 @@ Workload WorkloadOfStages(const Plan& plan) {
   std::vector<double> before(static_cast<size_t>(n) * n);
   std::vector<std::vector<Workload::Wait>> turn(n);  // of each receiver
   for (const Stage& stage : plan.stages) {
-    for (const Transfer& t : stage.transfers) {
+    for (const NodeTransfer& t : stage.transfers) {
       size_t pair = static_cast<size_t>(t.src_node) * n + t.dst_node;
       double served = static_cast<double>(demand.weight[pair]) * static_cast<double>(t.end) / static_cast<double>(demand.bytes[pair]);
       auto bytes = static_cast<int64_t>(served - std::exchange(before[pair], served));

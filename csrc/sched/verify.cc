@@ -194,7 +194,7 @@ Status CheckNicsOfStages(const Program& program, const Topology& topology) {
 Status CheckPorts(const Plan& plan) {
   for (size_t s = 0; s < plan.stages.size(); ++s) {
     std::set<int> senders, receivers;
-    for (const Transfer& t : plan.stages[s].transfers) {
+    for (const NodeTransfer& t : plan.stages[s].transfers) {
       if (!senders.insert(t.src_node).second || !receivers.insert(t.dst_node).second) {
         return Internal("plan: stage " + std::to_string(s) + " uses a port of nodes " + std::to_string(t.src_node) + "->" +
                         std::to_string(t.dst_node) + " twice");
