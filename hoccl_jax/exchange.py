@@ -53,7 +53,7 @@ def exchange(
       into: what the result is before the flows, of shape [rows, ...] and the type of x; instead of `rows`.
       priority, overlap: see hoccl_jax.collectives.
 
-    On other platforms than CPU it is made of jax.lax.all_gather, and counted in `hoccl_jax.stats()["fallbacks"]`.
+    On other platforms than CPU and CUDA it is made of jax.lax.all_gather, and counted in `hoccl_jax.stats()["fallbacks"]`.
 
     Its transpose is the exchange with the flows reversed, where rows that several flows have read get the sum of what comes back.
 
@@ -224,7 +224,20 @@ def call_attributes(ctx: Any, kind: str, groups: Any, x: Any, rows: int, **more:
     }
 
 
-def _lower(ctx: Any, x: Any, into: Any, *, axis_name: tuple[Any, ...], flows: tuple[Flow, ...], options: primitives.Options) -> Any:
+def lower_call(platform: str, ctx: Any, operands: Sequence[Any], attributes: dict[str, Any], options: primitives.Options) -> Any:
+    """Emits the custom call; its result starts as operand 1, in the same buffer."""
+
+    def call(*operands: Any) -> Any:
+        return jax.ffi.ffi_lowering(primitives.TARGET, operand_output_aliases={1: 0})(ctx, *operands, **attributes)[0]
+
+    if platform == "cuda" and options.overlap:
+        return [primitives.beside(ctx, operands, primitives.STREAMS[options.priority], call)]
+    return [call(*operands)]
+
+
+def _lower(
+    platform: str, ctx: Any, x: Any, into: Any, *, axis_name: tuple[Any, ...], flows: tuple[Flow, ...], options: primitives.Options
+) -> Any:
     runtime.register_targets()
     groups = parallel._replica_groups(ctx.module_context.axis_context, axis_name, None)
     attributes = call_attributes(
@@ -236,7 +249,7 @@ def _lower(ctx: Any, x: Any, into: Any, *, axis_name: tuple[Any, ...], flows: tu
         blocks=np.array(flows, np.int64).reshape(-1),
         priority=primitives.PRIORITIES[options.priority],
     )
-    return jax.ffi.ffi_lowering(primitives.TARGET, operand_output_aliases={1: 0})(ctx, x, into, **attributes)
+    return lower_call(platform, ctx, (x, into), attributes, options)
 
 
 def _lower_by_lax(ctx: Any, x: Any, into: Any, *, axis_name: tuple[Any, ...], flows: tuple[Flow, ...], options: Any) -> Any:
@@ -248,4 +261,5 @@ ad.primitive_jvps[exchange_p] = _jvp
 ad.primitive_transposes[exchange_p] = _transpose
 batching.fancy_primitive_batchers[exchange_p] = _batch
 mlir.register_lowering(exchange_p, _lower_by_lax, cacheable=False)
-mlir.register_lowering(exchange_p, _lower, platform="cpu", cacheable=False)
+for _platform in primitives.PLATFORMS:
+    mlir.register_lowering(exchange_p, partial(_lower, _platform), platform=_platform, cacheable=False)

@@ -261,7 +261,7 @@ STREAMS = {"foreground": "1", "background": "2"}
 """XLA's numbers of the streams that operations run on, so that a foreground operation does not queue behind a background one."""
 
 
-def _beside(ctx: Any, operand: Any, stream: str, body: Callable[[Any], Any]) -> Any:
+def beside(ctx: Any, operands: Sequence[Any], stream: str, body: Callable[..., Any]) -> Any:
     """Emits `body` as a function that XLA:GPU calls on a stream of its own, as jax's compute_on("gpu_stream:N") does.
 
     The annotation alone makes XLA wait for the call at once. With the queue id its latency-hiding scheduler takes the call for
@@ -269,12 +269,13 @@ def _beside(ctx: Any, operand: Any, stream: str, body: Callable[[Any], Any]) -> 
     """
     module = ctx.module_context
     result = mlir.aval_to_ir_type(module, ctx.avals_out[0])
-    function = func.FuncOp("hoccl_beside", ir.FunctionType.get([operand.type], [result]), ip=module.ip)
+    types = [operand.type for operand in operands]
+    function = func.FuncOp("hoccl_beside", ir.FunctionType.get(types, [result]), ip=module.ip)
     function.attributes["sym_visibility"] = ir.StringAttr.get("private")
     module.symbol_table.insert(function)  # makes the name unique
     with ir.InsertionPoint(function.add_entry_block()):
-        func.ReturnOp([body(function.arguments[0])])
-    call = func.CallOp([result], ir.FlatSymbolRefAttr.get(function.name.value), [operand])
+        func.ReturnOp([body(*function.arguments)])
+    call = func.CallOp([result], ir.FlatSymbolRefAttr.get(function.name.value), list(operands))
     annotation = {"_xla_stream_annotation": stream, "inlineable": "false", "backend_config": json.dumps({"operation_queue_id": stream})}
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({k: ir.StringAttr.get(v) for k, v in annotation.items()})
     return call.results[0]
@@ -299,7 +300,7 @@ def _call(ctx: Any, operand: Any, attributes: Params, stream: str | None = None)
     if stream is None:
         (result,) = lowering(inner, operand, **attributes)
     else:  # nothing but the call: XLA:GPU compiles no kernels for another stream
-        result = _beside(inner, operand, stream, lambda operand: lowering(inner, operand, **attributes)[0])
+        result = beside(inner, [operand], stream, lambda operand: lowering(inner, operand, **attributes)[0])
     return convert(ctx, result, carried(wanted), wanted)
 
 

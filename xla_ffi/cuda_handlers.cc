@@ -27,14 +27,26 @@ struct CudaState {
 ffi::TypeId CudaState::id = {};
 const ffi::TypeInfo kCudaStateInfo = ffi::MakeTypeInfo<CudaState>();
 
+CUdeviceptr AddressOf(const ffi::AnyBuffer& buffer) { return reinterpret_cast<CUdeviceptr>(buffer.untyped_data()); }
+
 ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary attributes) {
   Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
   if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
   const Kind kind = (*call)->operation.kind;
-  if (kind == Kind::kSend || kind == Kind::kRecv || ReplacesRows(kind)) {
+  if (kind == Kind::kSend || kind == Kind::kRecv || kind == Kind::kRaggedAllToAll) {
     return ffi::Unexpected(ToFfiError(Unimplemented(std::string(KindName(kind)) + ": not on CUDA devices; use ppermute there")));
   }
   return std::make_unique<CudaState>(*std::move(call));
+}
+
+// Of operations that replace rows, the result starts as operand 1. Mostly XLA has given both one buffer.
+Status FindInitial(const Operation& operation, const ffi::RemainingArgs& operands, const ffi::AnyBuffer& result, StreamBuffers* buffers) {
+  const ffi::ErrorOr<ffi::AnyBuffer> initial = operands.get<ffi::AnyBuffer>(1);
+  if (!initial.has_value() || static_cast<int64_t>(initial->size_bytes()) != operation.ResultBytes() ||
+      initial->size_bytes() != result.size_bytes())
+    return InvalidArgument(operation.ToString() + ": operand 1 and the result don't have the operation's size");
+  buffers->initial = AddressOf(*initial);
+  return {};
 }
 
 ffi::Error Execute(CudaState* state, CUstream stream, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs operands,
@@ -48,8 +60,12 @@ ffi::Error Execute(CudaState* state, CUstream stream, ffi::RunId run, int32_t or
   ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> result = results.get<ffi::AnyBuffer>(0);
   if (!operand.has_value() || !result.has_value())
     return ToFfiError(InvalidArgument("hoccl_collective takes one operand and gives one result"));
-  const Status posted = world->streams()->Post(*binding, run.run_id, stream, reinterpret_cast<CUdeviceptr>(operand->untyped_data()),
-                                               reinterpret_cast<CUdeviceptr>((*result)->untyped_data()));
+  const Operation& operation = state->bound.call().operation;
+  StreamBuffers buffers{.operand = AddressOf(*operand), .result = AddressOf(**result)};
+  if (ReplacesRows(operation.kind)) {
+    if (const Status found = FindInitial(operation, operands, **result, &buffers); !found.ok()) return ToFfiError(found);
+  }
+  const Status posted = world->streams()->Post(*binding, run.run_id, stream, buffers);
   world->statistics().CountHandler(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
   return posted.ok() ? ffi::Error::Success() : ToFfiError(posted);
 }

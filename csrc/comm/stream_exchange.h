@@ -51,6 +51,13 @@ struct StreamExchangeOptions {
   std::string driver = cuda::kDriverLibrary;
 };
 
+// Where the data of a call are, on its device.
+struct StreamBuffers {
+  CUdeviceptr operand = 0;
+  CUdeviceptr result = 0;
+  CUdeviceptr initial = 0;  // of kinds that replace rows: what the result starts as; may be `result` itself
+};
+
 class StreamExchange : public ProxyListener {
  public:
   class Binding;
@@ -67,7 +74,7 @@ class StreamExchange : public ProxyListener {
   Result<std::unique_ptr<Binding>> Bind(std::shared_ptr<const GroupPlan> plan, int rank);
 
   // Enqueues one execution of a call in the device's stream. Returns at once; an error means that nothing more will run.
-  Status Post(Binding* binding, int64_t run, CUstream stream, CUdeviceptr operand, CUdeviceptr result);
+  Status Post(Binding* binding, int64_t run, CUstream stream, const StreamBuffers& buffers);
 
   // The failure that ended the exchange; OK while it runs.
   Status failure();
@@ -94,7 +101,7 @@ class StreamExchange : public ProxyListener {
   };
   struct KnownPost {
     StreamPost post;
-    int used = 0;  // flows that have been matched with it
+    int used = 0;  // flights that have been matched with it
   };
 
   explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics);
@@ -126,8 +133,12 @@ class StreamExchange : public ProxyListener {
   void Release(const Execution& execution);
   std::string Attendance(const Execution& execution);
 
+  // Of a handler. `refused`: it is this call's error alone, since others know already that it can't be.
+  Status TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
+  Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
+  bool Match(Device* device, Execution* execution);
   Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
-  Status Enqueue(const Binding& binding, Execution* execution, CUstream handle);
+  Status Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream);
 
   const StreamExchangeOptions options_;
   Proxy* const proxy_;
@@ -162,19 +173,23 @@ class StreamExchange::Binding {
 
  private:
   friend class StreamExchange;
+  // What goes to one other rank.
   struct Out {
-    int flow = 0;
+    int dst = 0;
+    int first = 0;  // of its flows, which stand together
+    int count = 0;
     uint32_t arrival = 0;    // its flag among the receiver's, behind the first
     uint32_t departure = 0;  // and among ours
-    int users = 0;           // flows of this process that go to the same rank
+    int users = 0;           // ranks of this process that send to the same one
   };
+  void AddPair(int first, int count, int this_process, std::vector<uint32_t>* arrivals, std::vector<int>* users);
 
   std::shared_ptr<const GroupPlan> plan_;
   int rank_ = 0;
   Device* device_ = nullptr;
   std::vector<Out> out_;
-  std::vector<int> own_;       // flows that stay on the device
-  bool own_is_large_ = false;  // then they are copied beside the pushes, in a stream that the program's forks and joins by these
+  std::vector<StridedCopy> own_;  // what stays on the device
+  bool own_is_large_ = false;     // then they are copied beside the pushes, in a stream that the program's forks and joins by these
   std::unique_ptr<cuda::Event> fork_;
   std::unique_ptr<cuda::Event> join_;
   std::vector<int> sources_;  // processes that send to this rank

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -51,12 +52,13 @@ struct StreamExchange::Target {
   std::shared_ptr<const cuda::ImportedMemory> memory;  // null for memory of this process
 };
 
-// A flow out of an execution.
+// What an execution sends to one rank.
 struct StreamExchange::Flight {
   enum class Way : uint8_t { kUnmatched, kInStream, kProxy };
 
-  int flow = 0;
   Binding::Out out;
+  size_t first = 0;  // of its copies among the execution's
+  int64_t bytes = 0;
   Way way = Way::kUnmatched;
   Target target;  // once matched
   Ticket ready;   // the receiver's flag
@@ -83,12 +85,16 @@ struct StreamExchange::Execution {
   uint32_t slot = 0;   // ready, arrivals, departures
   uint32_t arrivals = 0;
   std::vector<Flight> flights;
+  std::vector<StridedCopy> copies;
   bool begun = false;       // the stream has reached it,
   Clock::time_point since;  // seen then
 
   Ticket Ready() const { return {.slot = slot, .value = value}; }
   Ticket Arrival(uint32_t i) const { return {.slot = slot + 1 + i, .value = value}; }
   Ticket Departure(uint32_t i) const { return {.slot = slot + 1 + arrivals + i, .value = value}; }
+  std::span<const StridedCopy> CopiesOf(const Flight& flight) const {
+    return std::span(copies).subspan(flight.first, static_cast<size_t>(flight.out.count));
+  }
 };
 
 }  // namespace hoccl

@@ -244,7 +244,7 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   };
   std::vector<int> named;
   for (const Flight& flight : execution.flights) {
-    const int receiver = plan.call->flows[flight.flow].dst;
+    const int receiver = flight.out.dst;
     named.push_back(receiver);
     if (flight.target.flags == nullptr && !posts_.contains(ReceiverOf(execution, flight))) {
       say(receiver, "has not come");
@@ -255,9 +255,11 @@ std::string StreamExchange::Attendance(const Execution& execution) {
     }
   }
   uint32_t arrival = 0;
+  int before = execution.rank;
   for (int flow : plan.ranks[execution.rank].in) {
     const int source = plan.call->flows[flow].src;
-    if (source == execution.rank) continue;
+    if (source == execution.rank || source == before) continue;
+    before = source;
     const bool arrived = own.HasReached(execution.Arrival(arrival++));
     if (arrived || std::find(named.begin(), named.end(), source) != named.end()) continue;
     say(source, "has not sent");

@@ -39,7 +39,7 @@ Status StreamFutures::Start(StreamExchange::Binding* binding, int64_t device_id,
   // One event serves both ends: a wait that has been enqueued keeps to the record before it.
   HOCCL_RETURN_IF_ERROR(cuda::StreamView(*(*device)->cuda, program).Record(**event));
   HOCCL_RETURN_IF_ERROR(stream.WaitEvent(**event));
-  HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream.handle(), operand, result));
+  HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream.handle(), {.operand = operand, .result = result}));
   HOCCL_RETURN_IF_ERROR(stream.Record(**event));
   lock.lock();
   Operation& operation = operations_[{device_id, result}];

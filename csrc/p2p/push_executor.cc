@@ -47,7 +47,7 @@ Result<cuda::CopyStream*> PushExecutor::StreamTo(int64_t receiver, bool backgrou
 Status PushExecutor::Start(const Push& push) {
   const Result<cuda::CopyStream*> stream = StreamTo(push.receiver, false);
   if (!stream.ok()) return stream.status();
-  HOCCL_RETURN_IF_ERROR((*stream)->Copy(push.dst, push.src, push.copy));
+  HOCCL_RETURN_IF_ERROR((*stream)->CopyAll(push.dst, push.src, push.copies));
   HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
   HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
   foreground_.push_back(push.departed_seen);
@@ -76,7 +76,7 @@ Status PushExecutor::Step(bool* progress) {
     HOCCL_RETURN_IF_ERROR(scope.status());
     for (const Push& push : taken_) {
       if (push.background) {
-        background_.push_back({.push = push, .chunks = ChunkedCopy(push.copy, chunk_bytes_)});
+        background_.push_back({.push = push, .chunks = {}});
       } else {
         HOCCL_RETURN_IF_ERROR(Start(push));
       }
@@ -85,6 +85,29 @@ Status PushExecutor::Step(bool* progress) {
   }
   busy_.fetch_sub(std::erase_if(foreground_, [](const HostFlag& flag) { return flag.Reached(); }), std::memory_order_relaxed);
   return StepBackground(progress);
+}
+
+// About a chunk: a piece of a long copy, or as many short ones.
+Status PushExecutor::StartPiece(Piecewise* piecewise, const cuda::CopyStream& stream) {
+  const Push& push = piecewise->push;
+  const std::span<const StridedCopy> left = push.copies.subspan(piecewise->copy);
+  size_t short_ones = 0;
+  for (int64_t bytes = 0; piecewise->next == 0 && short_ones < left.size(); ++short_ones) {
+    bytes += left[short_ones].bytes();
+    if (bytes > chunk_bytes_) break;
+  }
+  if (short_ones > 0) {
+    piecewise->copy += short_ones;
+    return stream.CopyAll(push.dst, push.src, left.first(short_ones));
+  }
+  if (left.empty()) return {};
+  if (piecewise->next == 0) piecewise->chunks = ChunkedCopy(left.front(), chunk_bytes_);
+  const StridedCopy chunk = piecewise->chunks.chunk(piecewise->next++);
+  if (piecewise->next == piecewise->chunks.chunks()) {
+    ++piecewise->copy;
+    piecewise->next = 0;
+  }
+  return stream.Copy(push.dst, push.src, chunk);
 }
 
 Status PushExecutor::StepBackground(bool* progress) {
@@ -101,7 +124,7 @@ Status PushExecutor::StepBackground(bool* progress) {
     const Push& push = piecewise.push;
     const Result<cuda::CopyStream*> stream = StreamTo(push.receiver, true);
     if (!stream.ok()) return stream.status();
-    HOCCL_RETURN_IF_ERROR((*stream)->Copy(push.dst, push.src, piecewise.chunks.chunk(piecewise.next++)));
+    HOCCL_RETURN_IF_ERROR(StartPiece(&piecewise, **stream));
     if (spare_.empty()) {
       Result<std::unique_ptr<cuda::Event>> event = cuda::Event::Create(device_);
       if (!event.ok()) return event.status();
@@ -110,7 +133,7 @@ Status PushExecutor::StepBackground(bool* progress) {
     HOCCL_RETURN_IF_ERROR((*stream)->Record(*spare_.back()));
     in_flight_.push_back(std::move(spare_.back()));
     spare_.pop_back();
-    if (piecewise.next < piecewise.chunks.chunks()) {
+    if (piecewise.copy < push.copies.size()) {
       background_.push_back(std::move(piecewise));
     } else {
       HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "csrc/base/status.h"
@@ -33,7 +34,7 @@ struct HostFlag {
 struct Push {
   CUdeviceptr dst = 0;
   CUdeviceptr src = 0;
-  StridedCopy copy;
+  std::span<const StridedCopy> copies;  // must last until `departed` is set
   int64_t receiver = 0;  // each has a copy stream of its own, since one busy with one receiver should not keep another waiting
   bool background = false;
   HostFlag sender_ready;
@@ -60,9 +61,10 @@ class PushExecutor {
   void Abandon();
 
  private:
-  // A background push on its way.
+  // A background push on its way: the chunks of its first copy, then of the second, ...
   struct Piecewise {
     Push push;
+    size_t copy = 0;
     ChunkedCopy chunks;
     int64_t next = 0;
   };
@@ -70,6 +72,7 @@ class PushExecutor {
   Result<cuda::CopyStream*> StreamTo(int64_t receiver, bool background);
   Status Start(const Push& push);
   Status StepBackground(bool* progress);
+  Status StartPiece(Piecewise* piecewise, const cuda::CopyStream& stream);
 
   const cuda::CudaDevice& device_;
   const int64_t chunk_bytes_;

@@ -14,6 +14,7 @@ from tests.aot import schedule
 
 _WIDTH = 4096
 _LAYERS = 4
+_FLOWS = [hoccl_jax.Flow(0, 1, 0, 8, 16), hoccl_jax.Flow(1, 0, 64, 32, 8), hoccl_jax.Flow(1, 1, 0, 0, 8)]
 
 
 def gather(shard: jax.Array, overlap: bool | None = None) -> jax.Array:
@@ -76,14 +77,17 @@ def test_overlap_can_be_turned_off(how: str, monkeypatch: pytest.MonkeyPatch) ->
         lambda x: hoccl_jax.ppermute(x, "x", [(0, 1), (1, 0)]),
         lambda x: hoccl_jax.pshuffle(x, "x", [1, 0]),
         lambda x: hoccl_jax.pbroadcast(x, "x", 1),
+        lambda x: hoccl_jax.exchange(x, "x", _FLOWS),
     ],
-    ids=["all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast"],
+    ids=["all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "exchange"],
 )
 def test_every_operation_overlaps(operation: Callable[[jax.Array], jax.Array]) -> None:
     def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x.T @ x, operation(shards[0])
 
-    assert compiled(function).transfers() == [1]
+    found = compiled(function)
+    assert found.transfers() == [1]
+    assert not found.copies()
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn"])

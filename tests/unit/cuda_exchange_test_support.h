@@ -54,6 +54,7 @@ class CudaJob {
       made.stream = std::make_unique<ProgramStream>(*made.cuda);
       made.operand = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
       made.result = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
+      made.initial = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
     }
   }
 
@@ -64,10 +65,11 @@ class CudaJob {
   cuda::StreamView stream(int rank) { return ranks_[rank].stream->view(); }
   CUdeviceptr operand(int rank) { return ranks_[rank].operand->address(); }
   CUdeviceptr result(int rank) { return ranks_[rank].result->address(); }
+  CUdeviceptr initial(int rank) { return ranks_[rank].initial->address(); }
   const CudaDevice& cuda(int rank) { return *ranks_[rank].cuda; }
 
-  // Bindings are kept, as an executable does.
-  Status Post(const std::shared_ptr<const Call>& call, int rank, int64_t run) {
+  // Bindings are kept, as an executable does. `in_place`: of kinds that replace rows, the initial value is in the result.
+  Status Post(const std::shared_ptr<const Call>& call, int rank, int64_t run, bool in_place = false) {
     auto& binding = bindings_[{call.get(), rank}];
     if (binding == nullptr) {
       auto bound = world(rank).BindStream(call, rank, &plans_[{call.get(), rank / each_}]);
@@ -75,7 +77,9 @@ class CudaJob {
       binding = *std::move(bound);
       calls_.push_back(call);
     }
-    return world(rank).streams()->Post(binding.get(), run, ranks_[rank].stream->stream(), operand(rank), result(rank));
+    return world(rank).streams()->Post(
+        binding.get(), run, ranks_[rank].stream->stream(),
+        {.operand = operand(rank), .result = result(rank), .initial = in_place ? result(rank) : initial(rank)});
   }
 
   int64_t Statistic(const std::string& wanted) {
@@ -92,6 +96,7 @@ class CudaJob {
     std::unique_ptr<ProgramStream> stream;
     std::unique_ptr<DeviceMemory> operand;
     std::unique_ptr<DeviceMemory> result;
+    std::unique_ptr<DeviceMemory> initial;
   };
   const int each_;
   std::vector<Rank> ranks_;
@@ -105,9 +110,15 @@ inline Bytes OperandOf(const Call& call, int rank, int seed) {
   return Pattern(static_cast<size_t>(call.operation.OperandBytes()), static_cast<uint8_t>(seed * 16 + rank + 1));
 }
 
+// What the result starts as where the kind replaces rows of it.
+inline Bytes InitialOf(const Call& call, int rank, int seed) {
+  return Pattern(static_cast<size_t>(call.operation.ResultBytes()), static_cast<uint8_t>(seed * 16 + rank + 101));
+}
+
 // What rank `rank` of `group` must get.
 inline Bytes Expected(const Call& call, const std::vector<int64_t>& group, int rank, int seed) {
   Bytes result(static_cast<size_t>(call.operation.ResultBytes()));
+  if (ReplacesRows(call.operation.kind)) result = InitialOf(call, static_cast<int>(group[rank]), seed);
   for (const Flow& flow : call.flows) {
     if (flow.dst != rank) continue;
     const Bytes operand = OperandOf(call, static_cast<int>(group[flow.src]), seed);
@@ -125,11 +136,14 @@ inline Bytes Expected(const Call& call, const std::vector<int64_t>& group, int r
 // Runs the call on all ranks, posting in this order of ranks, and checks every byte of the results.
 inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, int64_t run, const std::vector<int>& order) {
   const int seed = static_cast<int>(run % 8);
+  const bool in_place = run % 2 == 0;
   for (int rank : order) {
     Store(job.cuda(rank), job.operand(rank), OperandOf(*call, rank, seed));
     Store(job.cuda(rank), job.result(rank), Bytes(static_cast<size_t>(call->operation.ResultBytes()), 0xee));
+    if (ReplacesRows(call->operation.kind))
+      Store(job.cuda(rank), in_place ? job.result(rank) : job.initial(rank), InitialOf(*call, rank, seed));
   }
-  for (int rank : order) ASSERT_OK(job.Post(call, rank, run));
+  for (int rank : order) ASSERT_OK(job.Post(call, rank, run, in_place));
   for (int rank : order) {
     ASSERT_OK(job.stream(rank).Synchronize());
     ASSERT_OK(job.failure(rank));

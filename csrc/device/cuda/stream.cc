@@ -88,6 +88,19 @@ Status StreamView::Copy(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& cop
   return Internal("unknown form of copy");
 }
 
+Status StreamView::CopyAll(CUdeviceptr dst, CUdeviceptr src, std::span<const StridedCopy> copies) const {
+  if (copies.size() == 1) return Copy(dst, src, copies.front());
+  std::vector<ByteRun> runs;
+  for (const StridedCopy& copy : copies) {
+    if (copy.rows == 1 && copy.planes == 1) {
+      runs.push_back({.dst = dst + copy.dst_offset, .src = src + copy.src_offset, .bytes = static_cast<size_t>(copy.row_bytes)});
+    } else {
+      HOCCL_RETURN_IF_ERROR(Copy(dst, src, copy));
+    }
+  }
+  return CopyRuns(runs);
+}
+
 // Addresses are unified, so the driver sees from them whose memory it is, and the peer forms of these calls, which ask for contexts that
 // imported memory does not have, are not needed.
 Status StreamView::Copy2D(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const {

@@ -70,6 +70,8 @@ class StreamView {
 
   // Copies between any memory that the device can reach: its own, peers', registered and pinned host memory. Offsets of `copy` are added.
   Status Copy(CUdeviceptr dst, CUdeviceptr src, const StridedCopy& copy) const;
+  // Several copies between the same two places, in any order.
+  Status CopyAll(CUdeviceptr dst, CUdeviceptr src, std::span<const StridedCopy> copies) const;
   // Copies in any order. One driver call where the driver can batch.
   Status CopyRuns(std::span<const ByteRun> runs) const;
 
@@ -118,6 +120,7 @@ class CopyStream : private StreamView {
   CopyStream& operator=(const CopyStream&) = delete;
 
   using StreamView::Copy;
+  using StreamView::CopyAll;
   using StreamView::CopyRuns;
   using StreamView::Done;
   using StreamView::handle;

@@ -1,0 +1,196 @@
+// A call from its handler's point of view: what it posts and what it enqueues.
+#include <algorithm>
+#include <utility>
+
+#include "csrc/comm/stream_exchange.h"
+#include "csrc/comm/stream_exchange_parts.h"
+
+namespace hoccl {
+
+Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, const StreamBuffers& buffers) {
+  if (failed_.load(std::memory_order_acquire)) return failure();
+  const GroupPlan& plan = *binding->plan_;
+  statistics_->CountOperation(plan.call->operation.kind);
+  const uint32_t occurrence = binding->executions_;
+  const cuda::ScopedContext scope(*binding->device_->cuda);
+  bool refused = false;
+  const Status posted =
+      scope.status().ok() ? TryPost(binding, run, cuda::StreamView(*binding->device_->cuda, handle), buffers, &refused) : scope.status();
+  if (posted.ok() || refused) return posted;
+  // The other ranks would wait for this one.
+  std::lock_guard lock(mutex_);
+  Fail(Status(posted.code(), plan.Describe(run, occurrence) + ": " + posted.message()), true);
+  return failure_;
+}
+
+Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused) {
+  const GroupPlan& plan = *binding->plan_;
+  Device* device = binding->device_;
+  HOCCL_RETURN_IF_ERROR(Start(*binding, stream, buffers));
+  if (binding->arrivals_ == 0 && binding->out_.empty()) {
+    for (const StridedCopy& copy : binding->own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
+    return stream.CopyAll(buffers.result, buffers.operand, binding->own_);
+  }
+  const Result<Ticket> ticket = resources_->flags->Issue(binding->slot_);
+  if (!ticket.ok()) return ticket.status();
+  cuda::ExportCache::Location location;
+  if (binding->arrivals_ > 0) {
+    const auto bytes = static_cast<size_t>(plan.call->operation.ResultBytes());
+    Result<cuda::ExportCache::Location> found = device->exports->Locate(buffers.result, bytes);
+    if (!found.ok()) {
+      return {found.status().code(), "the result of " + plan.communicator.RankName(binding->rank_) + ": " + found.status().message()};
+    }
+    location = *std::move(found);
+  }
+
+  Execution* execution = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
+      *refused = true;
+      return can;
+    }
+    execution = NewExecution(binding, run, ticket->value);
+    execution->operand = buffers.operand;
+    execution->result = buffers.result;
+    if (binding->arrivals_ > 0) {
+      StreamPost& post = binding->post_;
+      post.key = execution->key;
+      post.occurrence = execution->occurrence;
+      post.memory = location.key;
+      post.offset = location.offset;
+      post.address = buffers.result;
+      post.value = execution->value;
+      Deliver(*binding, post, location);
+    }
+  }
+  if (!Match(device, execution)) {
+    std::lock_guard lock(mutex_);
+    TakeMail();
+    if (!MatchAll(device, execution)) Await(device, execution);
+  }
+  return failed_ ? failure() : Enqueue(*binding, execution, stream);
+}
+
+// What comes first in the stream: the result becomes what it is but for what arrives.
+Status StreamExchange::Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers) {
+  const Operation& operation = binding.plan_->call->operation;
+  const int64_t bytes = operation.ResultBytes();
+  if (ReplacesRows(operation.kind)) {
+    if (buffers.initial == buffers.result) return {};
+    statistics_->CountBytes(Engine::kLocalCopy, bytes);
+    return stream.Copy(buffers.result, buffers.initial, {.row_bytes = bytes});
+  }
+  // Ranks that nobody sends to get zeros, as from jax.lax.ppermute.
+  if (!SidesOf(operation.kind).receives || !binding.plan_->ranks[binding.rank_].in.empty()) return {};
+  return stream.Zero(buffers.result, static_cast<size_t>(bytes));
+}
+
+// Looks for the receivers' posts; for those of foreground operations during HOCCL_PATIENCE_US. Have all been found?
+bool StreamExchange::Match(Device* device, Execution* execution) {
+  const bool patient = execution->plan->call->operation.priority == Priority::kForeground;
+  uint64_t seen = 0;
+  for (const Clock::time_point until = Clock::now() + options_.patience;;) {
+    {
+      std::lock_guard lock(mutex_);
+      TakeMail();
+      seen = accepted_;
+      if (MatchAll(device, execution)) return true;
+    }
+    do {
+      if (!patient || Clock::now() >= until) return false;
+    } while (!HasNews(&seen));
+  }
+}
+
+Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream) {
+  using cuda::FlagOperation;
+  using enum cuda::FlagOperation::Kind;
+  FlagMemory& own = resources_->flags->memory();
+  thread_local std::vector<FlagOperation> operations;
+  operations.clear();
+  operations.push_back({kWrite, own.OnDevice(execution->Ready())});
+  if (!binding.own_.empty()) {
+    // Beside the receivers' getting ready.
+    HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
+    operations.clear();
+    HOCCL_RETURN_IF_ERROR(CopyOwn(binding, *execution, stream));
+  }
+  for (const Flight& flight : execution->flights) {
+    if (flight.way == Flight::Way::kInStream) operations.push_back({kWait, flight.target.flags->OnDevice(flight.ready)});
+  }
+  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
+  operations.clear();
+  for (const Flight& flight : execution->flights) {
+    if (flight.way != Flight::Way::kInStream) continue;
+    HOCCL_RETURN_IF_ERROR(stream.CopyAll(flight.target.address, execution->operand, execution->CopiesOf(flight)));
+    operations.push_back({kWrite, flight.target.flags->OnDevice(flight.Arrival())});
+    statistics_->CountBytes(Engine::kPeerDma, flight.bytes);
+    statistics_->CountPush(true);
+  }
+  for (uint32_t i = 0; i < execution->arrivals; ++i) operations.push_back({kWait, own.OnDevice(execution->Arrival(i))});
+  for (const Flight& flight : execution->flights) {
+    if (flight.way == Flight::Way::kProxy) operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
+  }
+  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
+  return binding.own_is_large_ ? stream.WaitEvent(*binding.join_) : Status();
+}
+
+// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue. So these are enqueued
+// before any wait that depends on them; left to the executor they could hang.
+Status StreamExchange::CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
+  for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
+  if (!binding.own_is_large_) return stream.CopyAll(execution.result, execution.operand, binding.own_);
+  cuda::CopyStream& beside = *binding.device_->own_copies;
+  HOCCL_RETURN_IF_ERROR(stream.Record(*binding.fork_));
+  HOCCL_RETURN_IF_ERROR(beside.WaitEvent(*binding.fork_));
+  HOCCL_RETURN_IF_ERROR(beside.CopyAll(execution.result, execution.operand, binding.own_));
+  return beside.Record(*binding.join_);
+}
+
+Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {
+  if (!failure_.ok()) return failure_;
+  for (int process : plan.other_processes) {
+    const Peer& peer = *peers_[process];
+    // A process that left in order had done its part; only those who would exchange data with it miss it.
+    if (!peer.lost || (peer.left_in_order && !plan.ExchangesWith(rank, process))) continue;
+    return Unavailable(plan.call->operation.ToString() + ", communicator " + plan.communicator.ToString() + ", call site " +
+                       plan.call->site.ToString() + ": process " + std::to_string(process) + " " + peer.how);
+  }
+  return {};
+}
+
+StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, int64_t run, uint32_t value) {
+  std::unique_ptr<Execution> execution;
+  if (spare_.empty()) {
+    execution = std::make_unique<Execution>();
+  } else {
+    execution = std::move(spare_.back());
+    spare_.pop_back();
+  }
+  binding->index_ = run == binding->run_ ? binding->index_ + 1 : 0;
+  binding->run_ = run;
+  execution->plan = binding->plan_;
+  execution->rank = binding->rank_;
+  execution->key = {.meeting = {.site = binding->plan_->call->site_hash, .run = run, .communicator = binding->plan_->communicator.id},
+                    .index = binding->index_,
+                    .rank = binding->rank_};
+  execution->occurrence = binding->executions_++;
+  execution->value = value;
+  execution->slot = binding->slot_;
+  execution->arrivals = binding->arrivals_;
+  execution->begun = false;
+  execution->flights.clear();
+  execution->copies.clear();
+  for (const Binding::Out& out : binding->out_) {
+    Flight& flight = execution->flights.emplace_back(Flight{.out = out, .first = execution->copies.size(), .target = {}, .ready = {}});
+    for (int flow = out.first; flow < out.first + out.count; ++flow) {
+      execution->copies.push_back(binding->plan_->call->flows[flow].copy);
+      flight.bytes += execution->copies.back().bytes();
+    }
+  }
+  binding->device_->executions.push_back(std::move(execution));
+  return binding->device_->executions.back().get();
+}
+
+}  // namespace hoccl
