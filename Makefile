@@ -1,6 +1,7 @@
 # `make demo` and `make test` do everything on a fresh Debian or Ubuntu machine with Python >= 3.11 and a C++ compiler.
 # The other targets are their steps, for development: docs/development.md.
-.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test py-test-oldest aot-test wheel format clean test-packages report
+.PHONY: demo test venv lint cpp-test tsan asan bazel-test py-test py-test-oldest oldest-requirements aot-test wheel format clean \
+  test-packages report
 
 # The interpreter, and the environment made from it. Another pair works too: make py-test VENV=.venv-3.13 PYTHON=python3.13
 PYTHON = $(shell build_tools/find_python.sh)
@@ -19,19 +20,21 @@ PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Where the extension of this environment is compiled, and the C++ tests with it. Kept, so that the next build is short.
 BUILD = build/$(VENV:.%=%)
 CXX_FILES = CMakeLists.txt $(shell find cmake csrc xla_ffi -type f)
-CONFIGURATION = build_tools/find_python.sh build_tools/xla_headers.py pyproject.toml $(wildcard requirements/*.txt)
+CONFIGURATION = build_tools/find_python.sh build_tools/xla_headers.py build_tools/dependencies.py pyproject.toml $(wildcard requirements/*.txt)
+# The second environment's engine is the first one's: where ccache is found, it is compiled once.
+export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
+export CCACHE_BASEDIR = $(CURDIR)
 # ThreadSanitizer cannot place its shadow memory under the address randomisation of some kernels; where it may be turned off, it is.
 NO_ASLR = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
 demo: venv
 	$(BIN)/python examples/pipeline_training.py
 
-# What needs no compiler first. The rest runs two steps at a time, so that one compiles while the other waits for its tests or for PyPI; what a
+# What comes from elsewhere first, all at a time. The rest runs two steps at a time, so that one compiles while the other waits for its tests; what a
 # step says appears when it is over. The first failure lets the other step end, and fails the whole.
-test: test-packages
-	$(MAKE) venv
-	$(MAKE) lint
-	$(MAKE) --jobs=2 --output-sync=target py-test-oldest asan tsan py-test cpp-test bazel-test
+test:
+	$(MAKE) --jobs=3 --output-sync=target test-packages $(VENV)/.requirements oldest-requirements
+	$(MAKE) --jobs=2 --output-sync=target lint py-test-oldest asan tsan py-test cpp-test bazel-test
 	@$(MAKE) --no-print-directory report
 	@[ -z "$(OLDEST)" ] || $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV)
 
@@ -45,17 +48,18 @@ $(VENV)/.requirements: $(CONFIGURATION)
 	build_tools/system_packages.sh build "$(PYTHON)"
 	@echo "Environment $(VENV): $$("$(PYTHON)" --version)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(PIP) install -c requirements/constraints.txt -r requirements/build.txt
+	$(PIP) install -c requirements/constraints.txt -r requirements/build.txt $$($(BIN)/python build_tools/dependencies.py dev)
+	$(BIN)/python build_tools/xla_headers.py build/xla_headers
 	@touch $@
 
 # Editable: Python comes from the source tree, the extension from $(BUILD).
 $(VENV)/.built: $(VENV)/.requirements $(CXX_FILES)
 	headers=$$($(BIN)/python build_tools/xla_headers.py build/xla_headers) && \
 	PATH="$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -c requirements/constraints.txt --no-build-isolation \
-	  --editable '.[dev]' -C build-dir=$(BUILD) -C cmake.define.HOCCL_WERROR=$(WERROR) -C cmake.define.HOCCL_XLA_INCLUDE_DIR="$$headers"
+	  --no-deps --editable . -C build-dir=$(BUILD) -C cmake.define.HOCCL_WERROR=$(WERROR) -C cmake.define.HOCCL_XLA_INCLUDE_DIR="$$headers"
 	@touch $@
 
-lint: venv
+lint: $(VENV)/.requirements
 	$(BIN)/pre-commit run --all-files
 
 cpp-test: venv
@@ -63,7 +67,7 @@ cpp-test: venv
 	PATH="$(BIN):$$PATH" cmake --build $(BUILD) --parallel $(JOBS)
 	PATH="$(BIN):$$PATH" ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
 
-tsan asan: venv
+tsan asan: $(VENV)/.requirements
 	PATH="$(BIN):$$PATH" cmake --preset $@ -DPython_EXECUTABLE=$(BIN)/python -DHOCCL_WERROR=$(WERROR)
 	PATH="$(BIN):$$PATH" cmake --build build/$@ --parallel $(JOBS)
 	PATH="$(BIN):$$PATH" $(NO_ASLR) ctest --test-dir build/$@ --output-on-failure --parallel $(JOBS)
@@ -78,6 +82,9 @@ py-test: venv
 # The same with the oldest supported jax. Skipped where Python 3.11 is the reference itself or is missing.
 py-test-oldest:
 	$(if $(OLDEST),$(MAKE) py-test VENV=$(OLDEST_VENV) PYTHON="$(OLDEST)",@echo "No Python 3.11 beside the reference: nothing to do.")
+
+oldest-requirements:
+	$(if $(OLDEST),$(MAKE) $(OLDEST_VENV)/.requirements VENV=$(OLDEST_VENV) PYTHON="$(OLDEST)")
 
 # Compiles for GPUs that are not there. In an environment of its own, because jax's CUDA plugin and compilers take 1.6 GB.
 aot-test:

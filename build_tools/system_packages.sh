@@ -2,8 +2,13 @@
 # Installs the Debian or Ubuntu packages that are missing for a task, and only those; does nothing when all are here.
 #
 #   system_packages.sh build <python>   a C++ compiler, and what the interpreter needs to make an environment and to build extensions
-#   system_packages.sh test             GoogleTest, libfabric, ip (network namespaces), Bazel
+#   system_packages.sh test             GoogleTest, libfabric, ip (network namespaces), ccache, Bazel
 set -eu
+
+# apt serves one at a time.
+if [ -z "${HOCCL_PACKAGES_LOCKED:-}" ] && command -v flock >/dev/null; then
+  exec env HOCCL_PACKAGES_LOCKED=1 flock "$0" "$0" "$@"
+fi
 
 missing=""
 need() { missing="$missing $1"; }
@@ -24,6 +29,7 @@ case "$1" in
     command -v pkg-config >/dev/null || need pkg-config
     command -v git >/dev/null || need git
     PATH="$PATH:/usr/sbin:/sbin" command -v ip >/dev/null || need iproute2
+    command -v ccache >/dev/null || need ccache
     command -v bazel >/dev/null || need bazel-bootstrap
     ;;
   *)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.multiprocess import jobs
 
-_CASES = 80
+_CASES = 50
 
 
 @pytest.mark.timeout(600)

@@ -69,8 +69,8 @@ def killed(victim: int) -> None:
     leave()  # no barrier: nothing must keep a survivor alive
 
 
-def disagree(what: str) -> None:
-    """The process with an odd index brings something else to the call that both make first."""
+def disagree() -> None:
+    """The process with an odd index brings something else to a call that both make, in one way after the other."""
     mesh, odd = everyone(), ME % 2 == 1
     n = mesh.devices.size
     whole, pairs = [list(range(n))], [[i, i + n // 2] for i in range(n // 2)]
@@ -92,8 +92,8 @@ def disagree(what: str) -> None:
         "groups": (gather_in(pairs if odd else whole), x),
         "permutation": (shift_by(1 if odd else n - 1), x),
     }
-    function, operand = choices[what]
-    report(disagreed=attempt_together(sharded(mesh, lambda x: function(x)), operand))
+    for what, (function, operand) in choices.items():
+        report(**{what: attempt_together(sharded(mesh, function, name=f"step_{what}"), operand)})
     run_next_program()
 
 
@@ -141,10 +141,8 @@ def main(scenario: str, *args: str) -> None:
         killed(victim=int(args[0]))
     elif scenario == "late":
         late(delay_s=float(args[0]))
-    elif scenario == "disagree":
-        disagree(what=args[0])
     else:
-        {"other_program": other_program, "never_comes": never_comes, "too_late": too_late}[scenario]()
+        {"disagree": disagree, "other_program": other_program, "never_comes": never_comes, "too_late": too_late}[scenario]()
 
 
 if __name__ == "__main__":
