@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -157,6 +158,22 @@ class Config:
             except ValueError as error:
                 raise ValueError(f"{variable}={environ[variable]!r}: wanted {error}") from None
         return cls(**values)
+
+
+_PREFIX = "HOCCL_"
+_LAUNCHER = "HOCCL_LAUNCH_"  # variables by which hoccl_jax.tools.launch tells its processes who they are
+
+
+def misspelt(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each variable in `environ` (default: the process's environment) that looks like a setting and is none."""
+    environ = os.environ if environ is None else environ
+    known = [field.metadata["variable"] for field in dataclasses.fields(Config)]
+    lines = []
+    for variable in sorted(environ):
+        if variable.startswith(_PREFIX) and not variable.startswith(_LAUNCHER) and variable not in known:
+            meant = difflib.get_close_matches(variable, known, n=1)
+            lines.append(f"{variable} is no setting of hoccl_jax" + "".join(f"; {name} is one" for name in meant))
+    return lines
 
 
 def settings_page() -> str:

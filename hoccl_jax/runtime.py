@@ -25,7 +25,7 @@ from jax._src.dispatch import BACKEND_COMPILE_EVENT
 from jax._src.interpreters import mlir
 
 from hoccl_jax import _native
-from hoccl_jax.config import Config
+from hoccl_jax.config import Config, misspelt
 
 _logger = logging.getLogger("hoccl_jax")
 
@@ -193,6 +193,8 @@ def _ensure_started() -> Config:
     register_targets()
     config = Config.from_env()
     _logger.setLevel(config.log_level.upper())
+    for line in misspelt():
+        _logger.warning("%s", line)
     devices = [(device.id, _ffi_ordinal(device), device.platform) for device in _local_devices()]
     _native.start(dataclasses.asdict(config), jax.process_index(), jax.process_count(), devices)
     _state.incarnation += 1

@@ -7,7 +7,8 @@ import pathlib
 
 import pytest
 
-from hoccl_jax.config import Config, settings_page
+import hoccl_jax
+from hoccl_jax.config import Config, misspelt, settings_page
 
 
 def test_defaults_without_environment() -> None:
@@ -72,3 +73,20 @@ def test_an_error_names_variable_value_and_what_is_wanted(variable: str, text: s
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = pathlib.Path(__file__).parents[2] / "docs" / "settings.md"
     assert page.read_text() == settings_page(), "write hoccl_jax.config.settings_page() to docs/settings.md"
+
+
+def test_misspelt_variables_are_named() -> None:
+    environ = {"HOCCL_TIMEOUT": "7", "HOCCL_TIMEOUT_S": "7", "HOCCL_LAUNCH_RANK": "0", "HOCCL_XYZ": "", "PATH": "/bin"}
+    assert misspelt(environ) == [
+        "HOCCL_TIMEOUT is no setting of hoccl_jax; HOCCL_TIMEOUT_S is one",
+        "HOCCL_XYZ is no setting of hoccl_jax",
+    ]
+
+
+def test_the_engine_warns_of_misspelt_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    hoccl_jax.shutdown()
+    monkeypatch.setenv("HOCCL_COPY_THREAD", "3")
+    hoccl_jax.init()
+    assert [record.message for record in caplog.records if record.name == "hoccl_jax"] == [
+        "HOCCL_COPY_THREAD is no setting of hoccl_jax; HOCCL_COPY_THREADS is one"
+    ]
