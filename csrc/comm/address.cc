@@ -23,8 +23,8 @@ std::string NamespaceId(const char* path) {
 
 std::string Address::Serialize() const {
   std::ostringstream out;
-  out << kVersion << ' ' << process << ' ' << pid << ' ' << host << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address << ' '
-      << probe_value << ' ' << devices.size();
+  out << kVersion << ' ' << process << ' ' << pid << ' ' << host << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address
+      << ' ' << probe_value << ' ' << devices.size();
   for (const DeviceEntry& device : devices) {
     out << ' ' << device.global_id << ' ' << device.local_ordinal << ' ' << static_cast<int>(device.platform);
   }
@@ -36,8 +36,8 @@ Result<Address> Address::Parse(const std::string& text) {
   std::string version;
   Address address;
   size_t device_count = 0;
-  in >> version >> address.process >> address.pid >> address.host >> address.node >> address.socket >> address.token >> address.probe_address >>
-      address.probe_value >> device_count;
+  in >> version >> address.process >> address.pid >> address.host >> address.node >> address.socket >> address.token >>
+      address.probe_address >> address.probe_value >> device_count;
   constexpr size_t kMostDevices = 1 << 16;
   if (!in || version != kVersion || device_count > kMostDevices)
     return InvalidArgument("not an address of this version of hoccl-jax: " + text);
