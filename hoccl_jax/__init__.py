@@ -18,7 +18,7 @@ from hoccl_jax.lax_override import override_lax
 from hoccl_jax.mpmd import recv, send
 from hoccl_jax.partitioning import reshard
 from hoccl_jax.ragged import ragged_all_to_all
-from hoccl_jax.runtime import check_errors, foreground, init, reset_stats, shutdown, stats, topology
+from hoccl_jax.runtime import check_errors, foreground, init, reset_stats, shutdown, stats, topology, trace
 
 try:
     __version__ = _metadata.version("hoccl-jax")
@@ -55,4 +55,5 @@ __all__ = [
     "shutdown",
     "stats",
     "topology",
+    "trace",
 ]

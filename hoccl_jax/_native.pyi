@@ -35,6 +35,12 @@ def enter_foreground() -> None:
 def leave_foreground() -> None:
     """Ends a region of foreground traffic."""
 
+def start_trace() -> None:
+    """Records from now on."""
+
+def finish_trace(path: str) -> None:
+    """Stops recording and writes the file."""
+
 def topology() -> dict[str, Any]:
     """This node, its copying threads, and the processes with their devices and how they are reached."""
 

@@ -131,8 +131,21 @@ class Config:
         _integer(0, 1_000_000),
         "On GPUs, how long a foreground operation looks out for its receivers' posts before it leaves the transfer to the proxy.",
     )
+    trace: str = _setting(
+        "HOCCL_TRACE",
+        "",
+        str,
+        "A file that gets a trace of the engine, from its start to `shutdown` (which runs at exit); as `hoccl_jax.trace`. Empty: none.",
+    )
     log_level: str = _setting(
         "HOCCL_LOG_LEVEL", "warning", _one_of("debug", "info", "warning", "error", "critical"), "Level of the Python logger `hoccl_jax`."
+    )
+    schedule: Literal["auto", "plan", "direct"] = _setting(
+        "HOCCL_SCHEDULE",
+        "auto",
+        _one_of("auto", "plan", "direct"),
+        "How operations between CPU devices of several nodes run: `plan` by a plan of the scheduler, `direct` each flow by itself, `auto` "
+        "by a plan from 1 MiB a rank on. Alike in all processes.",
     )
     node_id: str = _setting(
         "HOCCL_NODE_ID",

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import pathlib
 import re
 import threading
@@ -66,6 +67,11 @@ def shutdown() -> None:
     with _lock:
         if _state.config is None:
             return
+        if _state.config.trace:
+            try:
+                _native.finish_trace(_trace_file(_state.config.trace))
+            except (RuntimeError, OSError) as error:  # the engine must stop all the same
+                _logger.error("no trace: %s", error)
         _native.stop()
         _state.config = None
         _state.connected = set()
@@ -125,6 +131,41 @@ def foreground() -> Iterator[None]:
         with _lock:
             if _state.config is not None and _state.incarnation == incarnation:  # a new engine knows nothing of the region
                 _native.leave_foreground()
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Records what the engine does while the context is active, and writes it to the file `path` at its end.
+
+        with hoccl_jax.trace("step.json"):
+            jax.block_until_ready(step(x))
+
+    The file is of the trace-event format: https://ui.perfetto.dev and chrome://tracing show it. Each device has a track with its operations
+    (from the call to its end) and one for each thread that copies for it, with the chunks: operation, flow (ranks), bytes, the devices that
+    it reads and writes, and of operations that run by a plan of the scheduler the stage, the rail and what the step is. Times are
+    microseconds of the wall clock. In a job of several processes each one writes a file of its own, "step.3.json" that of process 3.
+
+    Covers CPU devices. FileNotFoundError if there is no such folder, RuntimeError if a trace is being recorded already or the file can't be
+    written.
+    """
+    file = _trace_file(path)
+    with _lock:
+        _ensure_started()
+        _native.start_trace()
+    try:
+        yield
+    finally:
+        with _lock:
+            if _state.config is not None:  # else shutdown has ended it
+                _native.finish_trace(file)
+
+
+def _trace_file(path: str | os.PathLike[str]) -> str:
+    """The file of this process."""
+    file = pathlib.Path(path)
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"hoccl_jax: no folder for the trace {file}")
+    return str(file if jax.process_count() == 1 else file.with_suffix(f".{jax.process_index()}{file.suffix}"))
 
 
 def topology() -> dict[str, Any]:
@@ -193,6 +234,8 @@ def _ensure_started() -> Config:
     register_targets()
     config = Config.from_env()
     _logger.setLevel(config.log_level.upper())
+    if config.trace:
+        _trace_file(config.trace)  # or an error before anything starts
     for line in misspelt():
         _logger.warning("%s", line)
     devices = [(device.id, _ffi_ordinal(device), device.platform) for device in _local_devices()]
@@ -204,6 +247,8 @@ def _ensure_started() -> Config:
         except BaseException:
             _native.stop()
             raise
+    if config.trace:
+        _native.start_trace()
     _state.config = config
     _state.connected = {jax.process_index()}
     _logger.info("started with devices %s", [device[0] for device in devices])

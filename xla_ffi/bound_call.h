@@ -20,14 +20,18 @@ class BoundCall {
 
   const Call& call() const { return *call_; }
 
+  // Makes the plans of this process's groups ahead of the first execution, if there is a world.
+  void Prepare(World* world, int64_t generation) {
+    std::lock_guard lock(mutex_);
+    Renew(generation);
+    // The first execution tries again, and reports: the program may be meant for a world to come.
+    static_cast<void>(world->Prepare(call_, &plans_));
+  }
+
   // The binding of the device that XLA calls `ordinal`, made at its first use in this world.
   Result<BindingType*> For(World* world, int64_t generation, int32_t ordinal) {
     std::lock_guard lock(mutex_);
-    if (generation != generation_) {
-      bindings_.clear();
-      plans_.clear();
-      generation_ = generation;
-    }
+    Renew(generation);
     for (const auto& [bound, binding] : bindings_) {
       if (bound == ordinal) return binding.get();
     }
@@ -39,10 +43,17 @@ class BoundCall {
   }
 
  private:
+  void Renew(int64_t generation) {
+    if (generation == generation_) return;
+    bindings_.clear();
+    plans_.clear();
+    generation_ = generation;
+  }
+
   const std::shared_ptr<const Call> call_;
   std::mutex mutex_;
   int64_t generation_ = -1;
-  World::PlanCache plans_;
+  World::GroupPlans plans_;
   std::vector<std::pair<int32_t, std::unique_ptr<BindingType>>> bindings_;  // few: one for each local device
 };
 

@@ -45,6 +45,7 @@ ffi::ErrorOr<std::unique_ptr<CpuStartState>> StartInstantiate(ffi::Dictionary at
   const CallSite& site = state->bound.call().site;
   state->in_executable = StartsAndDonesOf(site.module, site.site);
   state->in_executable->starts.fetch_add(1);
+  if (WorldGuard world; world) state->bound.Prepare(world.get(), WorldGeneration());
   return state;
 }
 

@@ -29,7 +29,9 @@ const ffi::TypeInfo kCpuStateInfo = ffi::MakeTypeInfo<CpuState>();
 ffi::ErrorOr<std::unique_ptr<CpuState>> Instantiate(ffi::Dictionary attributes) {
   Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
   if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
-  return std::make_unique<CpuState>(*std::move(call));
+  auto state = std::make_unique<CpuState>(*std::move(call));
+  if (WorldGuard world; world) state->bound.Prepare(world.get(), WorldGeneration());
+  return state;
 }
 
 // Of operations that replace rows, the result starts as operand 1. Mostly XLA has given both one buffer. Operand 2, if there is one, is

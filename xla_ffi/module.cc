@@ -42,6 +42,13 @@ CrossMemory ParseCrossMemory(const std::string& text) {
   throw std::invalid_argument("cross_memory must be auto, on or off, not " + text);
 }
 
+Schedule ParseSchedule(const std::string& text) {
+  if (text == "auto") return Schedule::kAuto;
+  if (text == "plan") return Schedule::kPlan;
+  if (text == "direct") return Schedule::kDirect;
+  throw std::invalid_argument("schedule must be auto, plan or direct, not " + text);
+}
+
 template <typename T>
 T Setting(const nb::dict& config, const char* name, T fallback) {
   return config.contains(name) ? nb::cast<T>(config[name]) : fallback;
@@ -64,6 +71,7 @@ void Start(const nb::dict& config, int process_index, int process_count,
   options.huge_pages = Setting(config, "huge_pages", options.huge_pages);
   options.background_patience = std::chrono::milliseconds(Setting<int64_t>(config, "background_patience_ms", 5));
   options.cross_memory = ParseCrossMemory(Setting<std::string>(config, "cross_memory", "auto"));
+  options.schedule = ParseSchedule(Setting<std::string>(config, "schedule", "auto"));
   options.node_id = Setting<std::string>(config, "node_id", "");
   options.dma_chunk_bytes = Setting(config, "dma_chunk_bytes", options.dma_chunk_bytes);
   options.in_stream_bytes = Setting(config, "in_stream_bytes", options.in_stream_bytes);
@@ -110,7 +118,16 @@ nb::dict Stats() {
   return stats;
 }
 
-nb::dict Topology() {
+void FinishTrace(const std::string& path) {
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = RunningWorld()->FinishTrace(path);
+  }
+  ThrowIfError(status);
+}
+
+nb::dict DescribeTopology() {
   const WorldGuard world = RunningWorld();
   nb::list processes;
   for (const World::ProcessView& view : world->Processes()) {
@@ -185,7 +202,9 @@ NB_MODULE(_native, m) {
   m.def("reset_stats", [] { RunningWorld()->ResetStatistics(); });
   m.def("enter_foreground", [] { RunningWorld()->EnterForeground(); });
   m.def("leave_foreground", [] { RunningWorld()->LeaveForeground(); });
-  m.def("topology", &Topology);
+  m.def("start_trace", [] { ThrowIfError(RunningWorld()->trace().Start()); });
+  m.def("finish_trace", FinishTrace, nb::arg("path"));
+  m.def("topology", &DescribeTopology);
   m.def("check_streams", &CheckStreams);
   m.def("compilation_began", &BeginCompilation);
   m.def("compilation_ended", &EndCompilation, nb::arg("module"));

@@ -31,28 +31,63 @@ std::string Communicator::RankName(int rank) const {
          ")";
 }
 
-GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int this_process)
-    : call(std::move(bound)), communicator(std::move(group)) {
+GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int this_process, std::shared_ptr<const ProcessProgram> steps)
+    : call(std::move(bound)), communicator(std::move(group)), program(std::move(steps)), signature(call->signature) {
   const std::vector<int>& processes = communicator.processes;
   ranks.resize(processes.size());
   unread.resize(processes.size());
+  announced.resize(processes.size());
   for (int process : processes) {
     if (process != this_process) AddUnique(&other_processes, process);
   }
   for (int i = 0; i < static_cast<int>(call->flows.size()); ++i) {
     const Flow& flow = call->flows[i];
+    if (processes[flow.dst] == this_process) {
+      ranks[flow.dst].in.push_back(i);
+      ranks[flow.dst].receives = true;
+    }
+    if (processes[flow.src] == this_process) ranks[flow.src].sends = true;
+  }
+  program == nullptr ? Fill(this_process) : FillFromProgram(this_process);
+  const bool paired = call->operation.kind == Kind::kSend || call->operation.kind == Kind::kRecv;
+  for (RankPlan& rank : ranks) {
+    rank.takes_part |= rank.sends || rank.receives;
+    posts += paired ? rank.sends + rank.receives : rank.takes_part;
+  }
+}
+
+void GroupPlan::Fill(int this_process) {
+  const std::vector<int>& processes = communicator.processes;
+  for (int i = 0; i < static_cast<int>(call->flows.size()); ++i) {
+    const Flow& flow = call->flows[i];
     const bool from_here = processes[flow.src] == this_process;
     const bool to_here = processes[flow.dst] == this_process;
-    if (to_here) ranks[flow.dst].in.push_back(i);
     if (to_here && from_here) ranks[flow.src].out_local.push_back(i);
     if (to_here && !from_here) ++unread[flow.src];
     if (from_here && !to_here) AddUnique(&ranks[flow.src].readers, processes[flow.dst]);
   }
-  for (const RankPlan& rank : ranks) {
-    local_senders += rank.sends();
-    local_receivers += rank.receives();
-    local_both += rank.sends() && rank.receives();
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    ranks[rank].told = ranks[rank].readers;
+    announced[rank] = unread[rank] > 0;
   }
+}
+
+void GroupPlan::FillFromProgram(int this_process) {
+  signature = Hasher().Add(call->signature).Add(program->signature).value();
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    if (communicator.processes[rank] == this_process) {
+      ranks[rank].readers = program->readers[rank];
+      ranks[rank].told = program->told[rank];
+      ranks[rank].takes_part = !program->steps.empty() || !program->others.empty() || !program->told[rank].empty();
+    } else {
+      unread[rank] = static_cast<int>(program->from_operand[rank].size());
+      announced[rank] = std::ranges::binary_search(program->told[rank], this_process);
+    }
+  }
+}
+
+std::string GroupPlan::Brought() const {
+  return call->operation.ToString() + " over communicator " + communicator.ToString() + (program == nullptr ? "" : ", by a plan");
 }
 
 std::string GroupPlan::Describe(int64_t run, uint32_t occurrence) const {
@@ -61,6 +96,12 @@ std::string GroupPlan::Describe(int64_t run, uint32_t occurrence) const {
 }
 
 bool GroupPlan::ExchangesWith(int rank, int process) const {
+  if (program != nullptr) {
+    for (int other = 0; other < communicator.size(); ++other) {
+      if (communicator.processes[other] == process && announced[other]) return true;
+    }
+    return false;
+  }
   const RankPlan& plan = ranks[rank];
   const auto from_it = [&](int flow) { return communicator.processes[call->flows[flow].src] == process; };
   return std::any_of(plan.in.begin(), plan.in.end(), from_it) ||

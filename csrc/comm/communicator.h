@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/comm/call.h"
+#include "csrc/sched/process_program.h"
 
 namespace hoccl {
 
@@ -30,29 +31,41 @@ struct RankPlan {
   std::vector<int> in;         // flows that it receives
   std::vector<int> out_local;  // flows that ranks of this process (itself included) receive from it
   std::vector<int> readers;    // other processes that read its operand
-
-  bool sends() const { return !out_local.empty() || !readers.empty(); }
-  bool receives() const { return !in.empty(); }
+  std::vector<int> told;       // other processes that its post is announced to: the readers, and more of them under a plan
+  bool sends = false;
+  bool receives = false;
+  bool takes_part = false;  // posts; under a plan also if it neither sends nor receives, since its process may forward
 };
 
 // A call bound to one of its groups. Immutable; shared by all executions.
 struct GroupPlan {
-  GroupPlan(std::shared_ptr<const Call> call, Communicator communicator, int this_process);
+  // With a `program` of the scheduler's its steps are run, else each flow by itself.
+  GroupPlan(std::shared_ptr<const Call> call, Communicator communicator, int this_process,
+            std::shared_ptr<const ProcessProgram> program = nullptr);
 
-  // Does a rank of this process read from ranks of `process`, or `process` from it?
+  // Does a rank of this process read from ranks of `process`, or `process` from it? Under a plan: does this process wait for that one?
   bool ExchangesWith(int rank, int process) const;
+
+  // "all_gather f32[4] over 2 ranks over communicator {0, 1}", for errors of other processes.
+  std::string Brought() const;
 
   // "all_gather f32[4] over 2 ranks, communicator {0, 1}, call site jit_f:1, run 7, occurrence 0".
   std::string Describe(int64_t run, uint32_t occurrence) const;
 
   std::shared_ptr<const Call> call;
   Communicator communicator;
-  std::vector<RankPlan> ranks;       // of other processes' ranks nothing is filled in
-  std::vector<int> unread;           // rank -> flows that this process reads from it, for ranks of other processes
-  std::vector<int> other_processes;  // of the communicator
-  int local_senders = 0;             // ranks of this process that have something to send
-  int local_receivers = 0;           // and to receive
-  int local_both = 0;                // and both
+  std::shared_ptr<const ProcessProgram> program;  // null: flows run directly
+  const char* trace_name = "";                    // what a trace calls it; lives as long as the world
+  uint64_t signature = 0;                         // the call's, and that of the program
+  std::vector<RankPlan> ranks;                    // of other processes' ranks nothing is filled in
+  std::vector<int> unread;                        // rank -> flows (steps) that this process reads from it, for ranks of other processes
+  std::vector<bool> announced;                    // rank -> does its process announce its posts to this one?
+  std::vector<int> other_processes;               // of the communicator
+  int posts = 0;                                  // that ranks of this process make
+
+ private:
+  void Fill(int this_process);
+  void FillFromProgram(int this_process);
 };
 
 }  // namespace hoccl

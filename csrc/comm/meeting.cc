@@ -21,6 +21,11 @@ void Meeting::Reset(const MeetingKey& new_key, int group_size) {
   next = nullptr;
   plan.reset();
   flows.clear();
+  region = -1;
+  other_regions.clear();
+  early.clear();
+  starts.clear();
+  running = 0;
   unfinished_posts = 0;
   failure = {};
   slots.resize(static_cast<size_t>(group_size));
@@ -37,8 +42,13 @@ void Meeting::Reset(const MeetingKey& new_key, int group_size) {
 
 void Meeting::Attach(std::shared_ptr<const GroupPlan> new_plan) {
   plan = std::move(new_plan);
-  const size_t count = plan->call->flows.size();
-  flows.assign(count, FlowState::kWaiting);
+  const bool planned = plan->program != nullptr;
+  const size_t count = planned ? static_cast<size_t>(plan->program->ports) : plan->call->flows.size();
+  if (planned) {
+    run.Begin(plan->program.get());
+  } else {
+    flows.assign(count, FlowState::kWaiting);
+  }
   if (transfer_capacity < count) {
     transfers = std::make_unique<Transfer[]>(count);
     transfer_capacity = count;
@@ -48,8 +58,7 @@ void Meeting::Attach(std::shared_ptr<const GroupPlan> new_plan) {
     transfers[i].index = static_cast<int>(i);
   }
   for (size_t rank = 0; rank < slots.size(); ++rank) slots[rank].remote.unread = plan->unread[rank];
-  const bool paired = plan->call->operation.kind == Kind::kSend || plan->call->operation.kind == Kind::kRecv;
-  unfinished_posts = plan->local_senders + plan->local_receivers - (paired ? 0 : plan->local_both);
+  unfinished_posts = plan->posts;
 }
 
 std::string Meeting::Describe(uint32_t occurrence) const { return plan->Describe(key.run, occurrence); }
@@ -61,7 +70,7 @@ std::string Meeting::Attendance() const {
     const bool here = slot.sender.posted || slot.receiver.posted;
     const bool remote = slot.remote.posted && !slot.remote.withdrawn;
     // Ranks of other processes announce themselves only to those that read from them.
-    const bool expected = here || remote || !plan->ranks[rank].in.empty() || !plan->ranks[rank].out_local.empty() || plan->unread[rank] > 0;
+    const bool expected = here || remote || plan->ranks[rank].sends || plan->ranks[rank].receives || plan->announced[rank];
     if (!expected) continue;
     if (!text.empty()) text += "; ";
     text += plan->communicator.RankName(rank);

@@ -13,6 +13,7 @@
 #include "csrc/base/status.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/message.h"
+#include "csrc/comm/plan_run.h"
 #include "csrc/p2p/transfer.h"
 #include "csrc/stream/completion_lane.h"
 
@@ -61,6 +62,7 @@ struct RemotePost {
   int64_t device = 0;
   uint64_t signature = 0;
   Source source;
+  uint64_t serial = 0;    // of its process's meeting, Meeting::serial there
   int unread = 0;         // flows from it into this process, yet to end
   int active = 0;         // of these, those that run
   bool released = false;  // its process knows that nobody here reads it any more
@@ -73,6 +75,16 @@ struct Slot {
   RemotePost remote;
 };
 
+// A message that a step of another process is over, which came before this process could use it.
+struct StepNotice {
+  int process = -1;
+  MeetingKey key;
+  uint64_t serial = 0;
+  int spokesman = 0;  // the rank in whose posts that process counts its meetings
+  int step = 0;
+  int64_t region = -1;  // where its slots are, in its segment
+};
+
 enum class FlowState : uint8_t { kWaiting, kRunning, kEnded };
 
 struct Meeting {
@@ -83,6 +95,16 @@ struct Meeting {
   std::vector<FlowState> flows;
   std::unique_ptr<Transfer[]> transfers;  // by flow
   size_t transfer_capacity = 0;
+
+  // Under a plan, which replaces `flows`. Transfers are then by port, each for one step after the other.
+  uint64_t serial = 0;  // tells apart the meetings of this process
+  PlanRun run;
+  int64_t region = -1;                 // where this process's slots are, in its segment
+  std::vector<int64_t> other_regions;  // those of other processes, once known
+  std::vector<StepNotice> early;       // from before the plan was known
+  int running = 0;                     // steps
+  std::vector<int> starts;             // scratch
+
   int unfinished_posts = 0;  // calls that devices of this process have made or will make, and that have not finished
 
   Status failure;  // ok unless it has failed

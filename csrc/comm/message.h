@@ -28,6 +28,7 @@ enum class MessageType : uint32_t {
   kRead,        // the sender's process has no further use for the operand of a rank of the receiver
   kFailed,      // the meeting has failed; text: why
   kFailedToo,   // the same, passed on to a process that may not have been told; for a meeting that it has, not for latecomers
+  kStep,        // a plan's step of the sender is over; number: which, rank: the spokesman of its process, segment: where its slots are
   kGoodbye,     // the sender leaves in order
   kFlags,       // with the descriptor of the sender's flags
   kMailbox,     // with the descriptor of the sender's mailbox
@@ -46,6 +47,7 @@ struct Message {
   uint64_t signature = 0;   // kPost: Call::signature
   uint64_t address = 0;     // kPost: of the operand in the sender's memory
   int64_t segment = -1;     // kPost: offset of the operand in the sender's shared segment, -1 if it is not there
+  uint64_t serial = 0;      // kPost, kStep: which of the sender's meetings, under a plan
   uint32_t occurrence = 0;  // kPost: for messages to people
   uint32_t text_bytes = 0;
   char text[1600];

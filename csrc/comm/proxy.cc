@@ -175,6 +175,7 @@ bool Proxy::CanReadUs(int process) const { return peers_[process]->can_read_us; 
 bool Proxy::CanRead(int process) const { return peers_[process]->can_read; }
 pid_t Proxy::Pid(int process) const { return static_cast<pid_t>(peers_[process]->address.pid); }
 const std::byte* Proxy::PeerSegment(int process, int64_t offset) const { return peers_[process]->segment.at(offset); }
+const Address& Proxy::PeerAddress(int process) const { return peers_[process]->address; }
 std::vector<DeviceEntry> Proxy::Devices(int process) const {
   return Connected(process) ? peers_[process]->address.devices : std::vector<DeviceEntry>{};
 }

@@ -69,6 +69,7 @@ class Proxy {
   bool CanRead(int process) const;    // and this one its
   pid_t Pid(int process) const;
   const std::byte* PeerSegment(int process, int64_t offset) const;
+  const Address& PeerAddress(int process) const;
   // Its devices; empty when not connected.
   std::vector<DeviceEntry> Devices(int process) const;
 

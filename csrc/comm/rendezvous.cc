@@ -43,7 +43,7 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
   LocalPost* post = nullptr;
   {
     std::lock_guard lock(mutex_);
-    *outcome = CanMeet(plan, request.rank);
+    *outcome = CanMeet(request);
     if (!outcome->ok()) {
       if (segment >= 0) services_.segment->Release(segment);
       return true;
@@ -78,16 +78,28 @@ Status Rendezvous::ShareOperand(const PostRequest& request, int64_t* segment) {
   return {};
 }
 
-Status Rendezvous::CanMeet(const GroupPlan& plan, int rank) const {
+Status Rendezvous::CanMeet(const PostRequest& request) const {
+  const GroupPlan& plan = *request.plan;
   if (!closed_.empty()) return FailedPrecondition(closed_);
   for (int process : plan.other_processes) {
     if (process >= static_cast<int>(lost_.size()) || lost_[process].how.empty()) continue;
     // A process that left in order had done its part; only those who would exchange data with it miss it.
-    if (lost_[process].in_order && !plan.ExchangesWith(rank, process)) continue;
+    if (lost_[process].in_order && (!plan.ExchangesWith(request.rank, process) || HasAllPosts(request, process))) continue;
     return Unavailable(plan.call->operation.ToString() + ", communicator " + plan.communicator.ToString() + ", call site " +
                        plan.call->site.ToString() + ": process " + std::to_string(process) + " " + lost_[process].how);
   }
   return {};
+}
+
+// Under a plan a process leaves in order when its part is over, which its posts were part of.
+bool Rendezvous::HasAllPosts(const PostRequest& request, int process) const {
+  const Meeting* meeting = request.plan->program == nullptr ? nullptr : FindMeeting(request);
+  if (meeting == nullptr) return false;
+  for (int rank = 0; rank < request.plan->communicator.size(); ++rank) {
+    if (request.plan->communicator.processes[rank] != process || !request.plan->announced[rank]) continue;
+    if (!meeting->slots[rank].remote.posted || meeting->slots[rank].remote.withdrawn) return false;
+  }
+  return true;
 }
 
 Meeting* Rendezvous::NewMeeting(const MeetingKey& key, int group_size) {
@@ -100,6 +112,7 @@ Meeting* Rendezvous::NewMeeting(const MeetingKey& key, int group_size) {
     spare_.pop_back();
   }
   meeting->Reset(key, group_size);
+  meeting->serial = ++last_serial_;
   Meeting** link = &meetings_.try_emplace({key.site, key.run}, nullptr).first->second;
   while (*link != nullptr) link = &(*link)->next;
   *link = meeting;
@@ -112,21 +125,25 @@ void Rendezvous::Erase(Meeting* meeting) {
   while (*link != meeting) link = &(*link)->next;
   *link = meeting->next;
   if (entry->second == nullptr) meetings_.erase(entry);
+  ReleaseSlots(meeting);
+  forwarded_.notify_all();
   meeting->plan.reset();
   spare_.push_back(meeting);
 }
 
 void Rendezvous::EraseIfOver(Meeting* meeting) {
   if (meeting->plan == nullptr || meeting->unfinished_posts > 0) return;
-  if (meeting->failed()) {
-    for (size_t rank = 0; rank < meeting->slots.size(); ++rank) {
-      if (meeting->plan->unread[rank] > 0 && !meeting->slots[rank].remote.posted) return;  // stays for that latecomer
-    }
+  if (meeting->plan->program != nullptr) {
+    if (meeting->running > 0 || (!meeting->failed() && !meeting->run.over())) return;
+    if (meeting->failed()) return ReleaseSlots(meeting);  // stays for steps that others may still tell of
+  }
+  for (size_t rank = 0; rank < meeting->slots.size(); ++rank) {
+    if (meeting->plan->announced[rank] && !meeting->slots[rank].remote.posted) return;  // stays for that latecomer
   }
   Erase(meeting);
 }
 
-Meeting* Rendezvous::MeetingFor(const PostRequest& request) {
+Meeting* Rendezvous::FindMeeting(const PostRequest& request) const {
   const Call& call = *request.plan->call;
   const Communicator& communicator = request.plan->communicator;
   const MeetingKey key{call.site_hash, request.run, communicator.id};
@@ -137,7 +154,13 @@ Meeting* Rendezvous::MeetingFor(const PostRequest& request) {
     const Slot& slot = meeting->slots[request.rank];
     if (!(sends ? slot.sender : slot.receiver).posted) return meeting;
   }
-  return NewMeeting(key, communicator.size());
+  return nullptr;
+}
+
+Meeting* Rendezvous::MeetingFor(const PostRequest& request) {
+  Meeting* found = FindMeeting(request);
+  const Communicator& communicator = request.plan->communicator;
+  return found != nullptr ? found : NewMeeting({request.plan->call->site_hash, request.run, communicator.id}, communicator.size());
 }
 
 Meeting* Rendezvous::MeetingFor(const Message& post) {
@@ -163,7 +186,8 @@ LocalPost* Rendezvous::ReceiverOf(Meeting* meeting, int rank) const {
 void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& request, Actions* actions) {
   const GroupPlan& plan = *request.plan;
   const RankPlan& rank_plan = plan.ranks[request.rank];
-  if (meeting->plan == nullptr) meeting->Attach(request.plan);
+  const bool first = meeting->plan == nullptr;
+  if (first) meeting->Attach(request.plan);
   post->posted = true;
   post->caller_present = true;
   post->sides = SidesOf(plan.call->operation.kind);
@@ -180,7 +204,12 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
     post->outcome = meeting->failure;
     return;
   }
-  if (post->sides.receives) post->unfinished += static_cast<int>(rank_plan.in.size());
+  if (plan.program != nullptr) {
+    post->unfinished += static_cast<int>(plan.program->from_operand[post->rank].size() + plan.program->to_result[post->rank].size()) +
+                        plan.program->from_result[post->rank];
+  } else if (post->sides.receives) {
+    post->unfinished += static_cast<int>(rank_plan.in.size());
+  }
   if (post->sides.sends) {
     post->unfinished += static_cast<int>(rank_plan.out_local.size() + rank_plan.readers.size());
     post->readers.assign(rank_plan.readers.begin(), rank_plan.readers.end());
@@ -192,6 +221,7 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
     return Fail(meeting, std::move(agreed), true, actions);
   }
   if (post->sides.sends) Announce(post, MessageType::kPost, actions);
+  if (plan.program != nullptr) return EnterPlan(meeting, post, first, actions);
   if (post->sides.receives) {
     for (int flow : rank_plan.in) {
       const int source = plan.call->flows[flow].src;
@@ -207,28 +237,27 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
 
 void Rendezvous::Announce(LocalPost* post, MessageType type, Actions* actions) {
   const GroupPlan& plan = *post->meeting->plan;
-  for (int process : plan.ranks[post->rank].readers) {
+  for (int process : plan.ranks[post->rank].told) {
     Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
     message.type = type;
     message.rank = post->rank;
     message.group_size = plan.communicator.size();
     message.key = post->meeting->key;
     message.device = plan.communicator.devices[post->rank];
-    message.signature = plan.call->signature;
+    message.signature = plan.signature;
+    if (plan.program != nullptr) message.serial = post->meeting->serial;
     message.address = reinterpret_cast<uint64_t>(post->operand);
     message.segment = post->segment;
     message.occurrence = post->occurrence;
-    message.SetText(type == MessageType::kPost ? plan.call->operation.ToString() + " over communicator " + plan.communicator.ToString()
-                                               : post->meeting->failure.message());
+    message.SetText(type == MessageType::kPost ? plan.Brought() : post->meeting->failure.message());
   }
 }
 
 Status Rendezvous::CheckAgreement(Meeting* meeting, const PostRequest& request, Actions* actions) {
   // Posts of one process may come from two programs.
-  const Call& call = *request.plan->call;
-  if (call.signature != meeting->plan->call->signature) {
+  if (request.plan->signature != meeting->plan->signature) {
     return InvalidArgument("ranks disagree in " + meeting->Describe(request.occurrence) + ": " +
-                           request.plan->communicator.RankName(request.rank) + " brought " + call.operation.ToString());
+                           request.plan->communicator.RankName(request.rank) + " brought " + request.plan->Brought());
   }
   for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
     if (meeting->slots[rank].remote.posted) HOCCL_RETURN_IF_ERROR(CheckRemote(*meeting, rank, request.occurrence));
@@ -255,7 +284,7 @@ Status Rendezvous::CheckAgreement(Meeting* meeting, const PostRequest& request, 
 
 Status Rendezvous::CheckRemote(const Meeting& meeting, int rank, uint32_t occurrence) const {
   const RemotePost& remote = meeting.slots[rank].remote;
-  if (remote.withdrawn || remote.signature == meeting.plan->call->signature) return {};
+  if (remote.withdrawn || remote.signature == meeting.plan->signature) return {};
   return InvalidArgument("ranks disagree in " + meeting.Describe(occurrence) + " (this is what process " +
                          std::to_string(services_.process) + " brought): " + meeting.plan->communicator.RankName(rank) + " brought " +
                          remote.brought);
@@ -281,14 +310,27 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
   // Flows are ordered by destination.
   const StridedCopy& copy = receiver->copies.empty() ? flow.copy : receiver->copies[index - meeting->plan->ranks[flow.dst].in.front()];
   transfer->Start(source, receiver->result, copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
+  if (services_.trace->on()) transfer->label = LabelOf(*meeting, flow.src, flow.dst);
   actions->transfers.push_back(transfer);
+}
+
+TraceLabel Rendezvous::LabelOf(const Meeting& meeting, int src, int dst) const {
+  const GroupPlan& plan = *meeting.plan;
+  const std::vector<int64_t>& devices = plan.communicator.devices;
+  return {.operation = plan.trace_name,
+          .leg = "flow",
+          .src = src,
+          .dst = dst,
+          .from_device = devices[src],
+          .to_device = devices[dst],
+          .device = devices[dst]};
 }
 
 void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Actions* actions) {
   const Flow& flow = meeting->plan->call->flows[index];
   meeting->flows[index] = FlowState::kEnded;
   if (status.ok()) {
-    const int64_t bytes = meeting->transfers[index].copy().bytes();
+    const int64_t bytes = meeting->transfers[index].bytes();
     if (bytes > 0) services_.statistics->CountBytes(flow.src == flow.dst ? Engine::kLocalCopy : Engine::kHost, bytes);
   } else if (!meeting->failed()) {
     const Communicator& communicator = meeting->plan->communicator;
@@ -315,6 +357,15 @@ void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Acti
   FinishIfOver(receiver, actions);
 }
 
+void Rendezvous::EndTransfer(Transfer* transfer, const Status& status, Actions* actions) {
+  auto* meeting = static_cast<Meeting*>(transfer->owner);
+  if (meeting->plan->program != nullptr) {
+    EndStep(meeting, transfer->index, status, actions);
+  } else {
+    EndFlow(meeting, transfer->index, status, actions);
+  }
+}
+
 void Rendezvous::Release(Meeting* meeting, int rank, Actions* actions) {
   RemotePost& remote = meeting->slots[rank].remote;
   if (!remote.posted || remote.withdrawn || remote.released) return;
@@ -333,6 +384,9 @@ void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
   if (!over) return;
   post->finished = true;
   post->outcome = meeting->failure;
+  if (services_.trace->on()) {
+    services_.trace->AddOperation(meeting->plan->trace_name, meeting->plan->communicator.devices[post->rank], post->since, Clock::now());
+  }
   RemoveWaiting(post);
   if (post->segment >= 0) services_.segment->Release(post->segment);
   std::atomic_ref(post->ended).store(true, std::memory_order_release);
@@ -364,7 +418,7 @@ void Rendezvous::Perform(Actions* actions) {
     std::lock_guard lock(mutex_);
     // All transfers of one round belong to one meeting, since a post or a message concerns one only.
     auto* meeting = static_cast<Meeting*>(actions->ended.front().transfer->owner);
-    for (const auto& [transfer, status] : actions->ended) EndFlow(meeting, transfer->index, status, actions);
+    for (const auto& [transfer, status] : actions->ended) EndTransfer(transfer, status, actions);
     actions->ended.clear();
     EraseIfOver(meeting);
   }
@@ -375,7 +429,7 @@ void Rendezvous::OnTransferDone(Transfer* transfer, Status status) {
   {
     std::lock_guard lock(mutex_);
     auto* meeting = static_cast<Meeting*>(transfer->owner);
-    EndFlow(meeting, transfer->index, status, actions);
+    EndTransfer(transfer, status, actions);
     EraseIfOver(meeting);
   }
   Perform(actions);
@@ -393,6 +447,9 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
         break;
       case MessageType::kRead:
         OnRead(process, message, actions);
+        break;
+      case MessageType::kStep:
+        OnStep(process, message, actions);
         break;
       case MessageType::kFailed:
       case MessageType::kFailedToo:
@@ -413,6 +470,8 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   remote.process = process;
   remote.device = message.device;
   remote.signature = message.signature;
+  remote.serial = message.serial;
+  TakeEarlyNotices(meeting, process, message.serial);
   remote.brought = message.GetText();
   if (services_.proxy->CanRead(process)) {
     remote.source = {.process = services_.proxy->Pid(process), .address = message.address};
@@ -445,6 +504,11 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   if (meeting->plan == nullptr) return;  // nobody here has come yet
   if (Status agreed = CheckRemote(*meeting, message.rank, message.occurrence); !agreed.ok()) {
     Fail(meeting, std::move(agreed), true, actions);
+    return EraseIfOver(meeting);
+  }
+  if (meeting->plan->program != nullptr) {
+    meeting->run.OnPost(message.rank, &meeting->starts);
+    StartSteps(meeting, actions);
     return EraseIfOver(meeting);
   }
   const std::vector<Flow>& flows = meeting->plan->call->flows;

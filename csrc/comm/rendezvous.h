@@ -3,12 +3,16 @@
 // Posts meet by (call site, run). Within one key a rank's posts are used in the order in which they come: the first goes to the first
 // meeting in which the rank is still missing. What the ranks brought is compared when they meet.
 //
+// Under a plan of the scheduler, what starts are the plan's steps: each when what it waits for is over (PlanRun). Processes tell each other
+// of the steps that others wait for. Slots, through which chunks are forwarded, lie in the shared segment, where the others read them.
+//
 // When a meeting fails (ranks disagree, one does not come in time, a process dies, a copy fails) every process of the communicator is told,
 // and each rank here gets the error as soon as nothing touches its buffers any more. The failed meeting stays for latecomers, so that they
 // get the same error, and no later meeting gets their posts.
 #ifndef HOCCL_COMM_RENDEZVOUS_H_
 #define HOCCL_COMM_RENDEZVOUS_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <memory_resource>
@@ -46,6 +50,7 @@ class Rendezvous : public TransferObserver, public ProxyListener {
     Proxy* proxy = nullptr;
     SharedSegment* segment = nullptr;
     Statistics* statistics = nullptr;
+    Trace* trace = nullptr;
     std::chrono::milliseconds timeout{300'000};
     std::chrono::milliseconds tick{1000};  // how often deadlines are looked at
   };
@@ -64,6 +69,9 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void OnMessage(int process, const Message& message, UniqueFd fd) override;
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override;
+
+  // Waits until this process has forwarded what others need of it, in operations that its own ranks are done with; not longer than `most`.
+  void AwaitForwarding(std::chrono::milliseconds most);
 
   // Meetings that have not ended, failed ones that wait for latecomers included.
   int64_t OpenMeetings();
@@ -91,10 +99,12 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   Status ShareOperand(const PostRequest& request, int64_t* segment);
 
   // All of these with mutex_ held.
-  Status CanMeet(const GroupPlan& plan, int rank) const;
+  Status CanMeet(const PostRequest& request) const;
+  bool HasAllPosts(const PostRequest& request, int process) const;
   Meeting* NewMeeting(const MeetingKey& key, int group_size);
   void Erase(Meeting* meeting);
   void EraseIfOver(Meeting* meeting);
+  Meeting* FindMeeting(const PostRequest& request) const;
   Meeting* MeetingFor(const PostRequest& request);
   Meeting* MeetingFor(const Message& post);
   Status CheckAgreement(Meeting* meeting, const PostRequest& request, Actions* actions);  // fails a meeting of another group that disagrees
@@ -103,6 +113,8 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void Announce(LocalPost* post, MessageType type, Actions* actions);
   void StartFlow(Meeting* meeting, int flow, Actions* actions);
   void EndFlow(Meeting* meeting, int flow, const Status& status, Actions* actions);
+  TraceLabel LabelOf(const Meeting& meeting, int src, int dst) const;
+  void EndTransfer(Transfer* transfer, const Status& status, Actions* actions);
   void Release(Meeting* meeting, int rank, Actions* actions);
   void FinishIfOver(LocalPost* post, Actions* actions);
   void Fail(Meeting* meeting, Status failure, bool tell_others, Actions* actions);
@@ -113,6 +125,22 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void OnPost(int process, const Message& message, Actions* actions);
   void OnRead(int process, const Message& message, Actions* actions);
   void OnFailed(int process, const Message& message, Actions* actions);
+
+  // Of meetings under a plan (rendezvous_plan.cc).
+  void EnterPlan(Meeting* meeting, LocalPost* post, bool first, Actions* actions);
+  void StartSteps(Meeting* meeting, Actions* actions);
+  void StartStep(Meeting* meeting, int position, Actions* actions);
+  void EndStep(Meeting* meeting, int position, const Status& status, Actions* actions);
+  TraceLabel LabelOf(const Meeting& meeting, const ProcessStep& step) const;
+  LocalPost* ReadBy(Meeting* meeting, const ProcessStep& step) const;
+  LocalPost* WrittenBy(Meeting* meeting, const ProcessStep& step) const;
+  void TellStep(const Meeting& meeting, const ProcessStep& step, Actions* actions) const;
+  void OnStep(int process, const Message& message, Actions* actions);
+  void OnNotice(Meeting* meeting, const StepNotice& notice);
+  void TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial);
+  void ReleaseSlots(Meeting* meeting);
+  bool IsForwarding();
+
   void StopReading(LocalPost* post, int process);
   void AddWaiting(LocalPost* post);
   void RemoveWaiting(LocalPost* post);
@@ -131,7 +159,10 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   std::vector<Meeting*> spare_;
   LocalPost* oldest_ = nullptr;  // waiting posts, by age
   LocalPost* newest_ = nullptr;
-  std::vector<Lost> lost_;  // by process
+  std::vector<Lost> lost_;                 // by process
+  std::vector<StepNotice> early_notices_;  // of meetings that their processes have not announced yet
+  uint64_t last_serial_ = 0;
+  std::condition_variable forwarded_;
   std::string closed_;
   Clock::time_point next_check_{};
 };

@@ -24,6 +24,7 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
   meeting->failure = std::move(failure);
   meeting->failed_at = Clock::now();
   services_.statistics->CountFailure();
+  std::erase_if(early_notices_, [&](const StepNotice& notice) { return notice.key == meeting->key; });
   std::vector<int> others;
   if (meeting->plan != nullptr) others = meeting->plan->other_processes;
   for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
@@ -87,6 +88,7 @@ void Rendezvous::OnProcessLost(int process, const std::string& how, bool in_orde
     std::lock_guard lock(mutex_);
     if (static_cast<int>(lost_.size()) <= process) lost_.resize(static_cast<size_t>(process) + 1);
     lost_[process] = {.how = how, .in_order = in_order};
+    std::erase_if(early_notices_, [&](const StepNotice& notice) { return notice.process == process; });
     ForEachMeeting([&](Meeting* meeting) {
       bool needed = false;
       std::string ranks;
@@ -95,13 +97,17 @@ void Rendezvous::OnProcessLost(int process, const std::string& how, bool in_orde
         const bool owner =
             meeting->plan != nullptr ? meeting->plan->communicator.processes[rank] == process : slot.remote.process == process;
         if (owner && meeting->plan != nullptr) ranks += (ranks.empty() ? "" : ", ") + meeting->plan->communicator.RankName(rank);
-        if (owner) needed = needed || meeting->plan == nullptr || slot.remote.unread > 0;
+        // Before a rank of this process has come: a process that left in order needs nothing of a plan's meeting any more.
+        if (owner && meeting->plan == nullptr) needed = needed || slot.remote.serial == 0 || !in_order;
+        if (owner && meeting->plan != nullptr)
+          needed = needed || slot.remote.unread > 0 || (meeting->plan->announced[rank] && !slot.remote.posted);
         if (owner && !slot.remote.posted) {
           slot.remote.posted = slot.remote.withdrawn = true;  // it will never come
           slot.remote.process = process;
         }
         needed = needed || slot.sender.IsReadBy(process);
       }
+      needed = needed || (meeting->plan != nullptr && meeting->plan->program != nullptr && meeting->run.Awaits(process));
       if (needed && !meeting->failed()) {
         const std::string lost = "process " + std::to_string(process) + " " + how;
         uint32_t occurrence = 0;
@@ -165,7 +171,7 @@ void Rendezvous::OnTick() {
       }
     }
     ForEachMeeting([&](Meeting* meeting) {
-      if (!meeting->failed() || now - meeting->failed_at < services_.timeout) return;
+      if (!meeting->failed() || now - meeting->failed_at < services_.timeout || meeting->running > 0) return;
       for (const Slot& slot : meeting->slots) {
         for (const LocalPost* post : {&slot.sender, &slot.receiver}) {
           if (post->posted && (!post->finished || post->caller_present)) return;
@@ -193,6 +199,20 @@ void Rendezvous::Close(const std::string& reason) {
     });
   }
   Perform(actions);
+}
+
+void Rendezvous::AwaitForwarding(std::chrono::milliseconds most) {
+  std::unique_lock lock(mutex_);
+  forwarded_.wait_for(lock, most, [this] { return !IsForwarding(); });
+}
+
+bool Rendezvous::IsForwarding() {
+  bool forwarding = false;
+  ForEachMeeting([&](const Meeting* meeting) {
+    const bool under_plan = meeting->plan != nullptr && meeting->plan->program != nullptr;
+    forwarding = forwarding || (under_plan && !meeting->failed() && meeting->unfinished_posts == 0);
+  });
+  return forwarding;
 }
 
 int64_t Rendezvous::OpenMeetings() {

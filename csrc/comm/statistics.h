@@ -32,10 +32,16 @@ class Statistics {
     handlers_.fetch_add(1, std::memory_order_relaxed);
     handler_nanoseconds_.fetch_add(nanoseconds, std::memory_order_relaxed);
   }
+  // A rank's operation that ran by a plan, and a chunk that was put into a slot on its way.
+  void CountPlanned() { planned_.fetch_add(1, std::memory_order_relaxed); }
+  void CountStaged(int64_t bytes) {
+    staged_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+    staged_chunks_.fetch_add(1, std::memory_order_relaxed);
+  }
   void CountFailure() { failures_.fetch_add(1, std::memory_order_relaxed); }
   void Reset();
 
-  // Names and values: "operations/all_gather", "bytes/host", "transfers/host", "pushes/in_stream", "failures".
+  // Names and values: "operations/all_gather", "bytes/host", "transfers/host", "pushes/in_stream", "plans/operations", "failures".
   std::vector<std::pair<std::string, int64_t>> Read() const;
 
  private:
@@ -45,6 +51,9 @@ class Statistics {
   std::array<std::atomic<int64_t>, 2> pushes_{};
   std::atomic<int64_t> handlers_{0};
   std::atomic<int64_t> handler_nanoseconds_{0};
+  std::atomic<int64_t> planned_{0};
+  std::atomic<int64_t> staged_chunks_{0};
+  std::atomic<int64_t> staged_bytes_{0};
   std::atomic<int64_t> failures_{0};
 };
 

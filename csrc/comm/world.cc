@@ -33,8 +33,8 @@ std::chrono::milliseconds TickFor(std::chrono::milliseconds timeout) {
   return std::clamp(timeout / 8, std::chrono::milliseconds(10), std::chrono::milliseconds(1000));
 }
 
-// How long a process that leaves waits for others to read what it has sent them.
-constexpr std::chrono::seconds kSendsGrace{10};
+// How long a process that leaves waits for others to read what it has sent them, and forwards what they need.
+constexpr std::chrono::seconds kLeavingGrace{10};
 
 }  // namespace
 
@@ -106,12 +106,14 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                 .chunk_bytes = options.chunk_bytes,
                                                                 .inline_bytes = options.inline_bytes,
                                                                 .huge_pages = options.huge_pages,
-                                                                .background_patience = options.background_patience});
+                                                                .background_patience = options.background_patience,
+                                                                .trace = &world->trace_});
   world->rendezvous_ = std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
                                                                          .executor = world->executor_.get(),
                                                                          .proxy = world->proxy_.get(),
                                                                          .segment = &world->segment_,
                                                                          .statistics = &world->statistics_,
+                                                                         .trace = &world->trace_,
                                                                          .timeout = options.timeout,
                                                                          .tick = TickFor(options.timeout)});
   std::vector<ProxyListener*> listeners = {world->rendezvous_.get()};
@@ -158,7 +160,9 @@ World::World(const WorldOptions& options)
 }
 
 World::~World() {
-  buffered_sends_->AwaitReaders(std::min<std::chrono::milliseconds>(kSendsGrace, options_.timeout));
+  const auto grace = std::min<std::chrono::milliseconds>(kLeavingGrace, options_.timeout);
+  buffered_sends_->AwaitReaders(grace);
+  if (rendezvous_ != nullptr) rendezvous_->AwaitForwarding(grace);
   if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
   if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others
   if (proxy_ != nullptr) proxy_->Stop();
@@ -209,7 +213,7 @@ Result<Communicator> World::MakeCommunicator(Platform platform, const std::vecto
   return Communicator(group, std::move(processes));
 }
 
-Result<World::Place> World::Find(const std::shared_ptr<const Call>& call, Platform platform, int64_t device, PlanCache* plans) const {
+Result<World::Place> World::Find(const std::shared_ptr<const Call>& call, Platform platform, int64_t device, GroupPlans* plans) {
   for (const std::vector<int64_t>& group : call->groups) {
     const auto member = std::find(group.begin(), group.end(), device);
     if (member == group.end()) continue;
@@ -217,14 +221,32 @@ Result<World::Place> World::Find(const std::shared_ptr<const Call>& call, Platfo
     if (plan == nullptr) {
       Result<Communicator> communicator = MakeCommunicator(platform, group);
       if (!communicator.ok()) return communicator.status();
-      plan = std::make_shared<const GroupPlan>(call, *std::move(communicator), options_.process);
+      std::shared_ptr<const ProcessProgram> program;
+      if (platform == Platform::kCpu) {
+        Result<std::shared_ptr<const ProcessProgram>> made = ProgramFor(*call, *communicator);
+        if (!made.ok()) return made.status();
+        program = *std::move(made);
+      }
+      auto made = std::make_shared<GroupPlan>(call, *std::move(communicator), options_.process, std::move(program));
+      made->trace_name = trace_.Intern(made->Brought());
+      plan = std::move(made);
     }
     return Place{.plan = plan, .rank = static_cast<int>(member - group.begin())};
   }
   return InvalidArgument("device " + std::to_string(device) + " is in none of the groups of call site " + call->site.ToString());
 }
 
-Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans) {
+Status World::Prepare(const std::shared_ptr<const Call>& call, GroupPlans* plans) {
+  for (const DeviceEntry& device : options_.devices) {
+    if (device.platform != Platform::kCpu) continue;
+    const auto has_it = [&](const std::vector<int64_t>& group) { return std::ranges::find(group, device.global_id) != group.end(); };
+    if (std::ranges::none_of(call->groups, has_it)) continue;
+    if (Result<Place> place = Find(call, Platform::kCpu, device.global_id, plans); !place.ok()) return place.status();
+  }
+  return {};
+}
+
+Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& call, int64_t device, GroupPlans* plans) {
   Result<Place> place = Find(call, Platform::kCpu, device, plans);
   if (!place.ok()) return place.status();
   auto binding = std::make_unique<Binding>();
@@ -236,7 +258,7 @@ Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& 
 }
 
 Result<std::unique_ptr<StreamExchange::Binding>> World::BindStream(const std::shared_ptr<const Call>& call, int64_t device,
-                                                                   PlanCache* plans) {
+                                                                   GroupPlans* plans) {
   if (streams_ == nullptr) return FailedPrecondition("hoccl_jax.init() found no CUDA device in this process");
   Result<Place> place = Find(call, Platform::kCuda, device, plans);
   if (!place.ok()) return place.status();
@@ -271,7 +293,9 @@ bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::b
                             .lane = binding->lane,
                             .copies = copies,
                             .completion = completion};
-  const bool takes_part = (sides.sends && rank.sends()) || (sides.receives && rank.receives());
+  if (binding->plan->program != nullptr) statistics_.CountPlanned();
+  const bool paired = operation.kind == Kind::kSend || operation.kind == Kind::kRecv;
+  const bool takes_part = paired ? (sides.sends && rank.sends) || (sides.receives && rank.receives) : rank.takes_part;
   if (!takes_part) {
     *outcome = {};
     return true;

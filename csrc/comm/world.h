@@ -22,8 +22,13 @@
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/comm/stream_futures.h"
 #include "csrc/p2p/executor.h"
+#include "csrc/sched/plan_cache.h"
 
 namespace hoccl {
+
+// How operations of groups that span several nodes run on CPU devices: by a plan of the scheduler (kPlan), each flow directly (kDirect), or
+// by a plan from the size on at which stages pay (kAuto).
+enum class Schedule { kAuto, kPlan, kDirect };
 
 struct WorldOptions {
   int process = 0;
@@ -36,7 +41,9 @@ struct WorldOptions {
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};
   CrossMemory cross_memory = CrossMemory::kAuto;
-  std::string node_id = {};  // the node that this process belongs to; empty: its host
+  Schedule schedule = Schedule::kAuto;
+  PlanOptions plan = {.chunk_bytes = 256 << 10, .staging_bytes = 8 << 20};  // alike in all processes
+  std::string node_id = {};                                                 // the node that this process belongs to; empty: its host
 
   // Of CUDA devices; StreamExchangeOptions explains them.
   int64_t dma_chunk_bytes = 8 << 20;
@@ -63,9 +70,12 @@ class World {
   Status Connect(const std::string& address);
 
   // `plans` caches the plan of each group, so that the devices of a group share one.
-  using PlanCache = std::map<const std::vector<int64_t>*, std::shared_ptr<const GroupPlan>>;
-  Result<std::unique_ptr<Binding>> Bind(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans);
-  Result<std::unique_ptr<StreamExchange::Binding>> BindStream(const std::shared_ptr<const Call>& call, int64_t device, PlanCache* plans);
+  using GroupPlans = std::map<const std::vector<int64_t>*, std::shared_ptr<const GroupPlan>>;
+  // Makes the plans of the groups that have CPU devices of this process, so that the first execution finds them. An error keeps nobody from
+  // trying again.
+  Status Prepare(const std::shared_ptr<const Call>& call, GroupPlans* plans);
+  Result<std::unique_ptr<Binding>> Bind(const std::shared_ptr<const Call>& call, int64_t device, GroupPlans* plans);
+  Result<std::unique_ptr<StreamExchange::Binding>> BindStream(const std::shared_ptr<const Call>& call, int64_t device, GroupPlans* plans);
 
   // Global id of the device that XLA calls `ordinal`; an error if it is not of this process.
   Result<int64_t> GlobalId(Platform platform, int32_t ordinal) const;
@@ -93,6 +103,9 @@ class World {
   InFlight& in_flight() { return in_flight_; }
   StagedFutures& staged_futures() { return staged_futures_; }
   Statistics& statistics() { return statistics_; }
+  Trace& trace() { return trace_; }
+  // Ends the trace and writes it.
+  Status FinishTrace(const std::string& path) { return trace_.Finish(path, options_.process, address_.node); }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
 
   struct ProcessView {
@@ -113,19 +126,26 @@ class World {
     std::shared_ptr<const GroupPlan> plan;
     int rank = 0;
   };
-  Result<Place> Find(const std::shared_ptr<const Call>& call, Platform platform, int64_t device, PlanCache* plans) const;
+  Result<Place> Find(const std::shared_ptr<const Call>& call, Platform platform, int64_t device, GroupPlans* plans);
   Result<Communicator> MakeCommunicator(Platform platform, const std::vector<int64_t>& group) const;
+  // What this process does of the scheduler's plan for the operation; null if its flows run directly.
+  Result<std::shared_ptr<const ProcessProgram>> ProgramFor(const Call& call, const Communicator& communicator);
+  Result<Topology> TopologyOf(const Communicator& communicator) const;
+  const Address& AddressOf(int process) const { return process == options_.process ? address_ : proxy_->PeerAddress(process); }
   bool PostBuffered(const PostRequest& request, Status* outcome);
 
   struct BufferedSends;
   class Listeners;  // what the proxy hears goes to all that it concerns
 
   const WorldOptions options_;
+  std::mutex plans_mutex_;
+  std::map<uint64_t, std::unique_ptr<PlanCache>> plans_;  // by communicator
   const uint64_t probe_value_;
   std::shared_ptr<BufferedSends> buffered_sends_;
   int copy_threads_ = 1;
   Address address_;
   Statistics statistics_;
+  Trace trace_;
   InFlight in_flight_;  // outlives the lanes, which report to it
   StagedFutures staged_futures_{&in_flight_};
   std::map<int64_t, std::unique_ptr<CompletionLane>> lanes_;  // by global id

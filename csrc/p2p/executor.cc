@@ -21,11 +21,29 @@ void Transfer::Start(const Source& source, std::byte* dst, const StridedCopy& co
   source_ = source;
   dst_ = dst;
   copy_ = copy;
+  batch_ = {};
+  bytes_ = copy.bytes();
   background_ = background;
   observer_ = observer;
+  label.operation = nullptr;
   first_ = 0;
   next_ = 0;
   error_ = {};
+}
+
+void Transfer::Start(const Source& source, std::byte* dst, std::span<const StridedCopy> copies, bool background,
+                     TransferObserver* observer) {
+  Start(source, dst, StridedCopy{}, background, observer);
+  batch_ = copies;
+  for (const StridedCopy& copy : copies) bytes_ += copy.bytes();
+}
+
+Status Transfer::CopyChunk(int64_t index) { return batch_.empty() ? CopyPiece(chunks_.chunk(index), streaming()) : CopyAll(); }
+
+Status Transfer::CopyAll() {
+  if (batch_.empty()) return CopyPiece(copy_, false);
+  for (const StridedCopy& copy : batch_) HOCCL_RETURN_IF_ERROR(CopyPiece(copy, false));
+  return {};
 }
 
 Status Transfer::CopyPiece(const StridedCopy& piece, bool streaming) {
@@ -48,14 +66,14 @@ bool Transfer::SharesRemoteSource(const Transfer& other) const {
   const auto geometry = [](const StridedCopy& c) {
     return std::tuple(c.src_offset, c.row_bytes, c.rows, c.src_row_pitch, c.planes, c.src_plane_pitch);
   };
-  return source_.process != 0 && source_.process == other.source_.process && source_.address == other.source_.address &&
-         geometry(copy_) == geometry(other.copy_);
+  return source_.process != 0 && batch_.empty() && other.batch_.empty() && source_.process == other.source_.process &&
+         source_.address == other.source_.address && geometry(copy_) == geometry(other.copy_);
 }
 
-bool Transfer::streaming() const { return copy_.bytes() >= kStreamedBytes; }
+bool Transfer::streaming() const { return batch_.empty() && bytes_ >= kStreamedBytes; }
 
 Executor::Executor(const ExecutorOptions& options) : options_(options) {
-  for (int i = 0; i < options.copy_threads; ++i) threads_.emplace_back([this] { Run(); });
+  for (int i = 0; i < options.copy_threads; ++i) threads_.emplace_back([this, i] { Run(i); });
 }
 
 Executor::~Executor() {
@@ -67,11 +85,17 @@ Executor::~Executor() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-Status Executor::RunInline(Transfer* transfer) { return transfer->CopyPiece(transfer->copy_, false); }
+Status Executor::RunInline(Transfer* transfer) {
+  if (transfer->label.operation == nullptr) return transfer->CopyAll();
+  const Clock::time_point begin = Clock::now();
+  Status status = transfer->CopyAll();
+  options_.trace->AddChunk(transfer->label, transfer->bytes(), begin, Clock::now());
+  return status;
+}
 
 void Executor::Submit(Transfer* transfer) {
   transfer->chunks_ = ChunkedCopy(transfer->copy_, options_.chunk_bytes);
-  const int64_t chunks = transfer->chunks_.chunks();
+  const int64_t chunks = transfer->chunks();
   transfer->unfinished_.store(chunks, std::memory_order_relaxed);
   if (options_.huge_pages && transfer->copy_.bytes() >= kHugePageBytes) {
     const StridedCopy& copy = transfer->copy_;
@@ -174,10 +198,19 @@ void Executor::ResetBackgroundCounts() {
 
 int Executor::Copy(const Chunk& chunk) {
   Transfer* leader = chunk.transfer;
-  const Status status = leader->CopyPiece(leader->chunks_.chunk(chunk.index), leader->streaming());
+  const bool traced = leader->label.operation != nullptr;
+  Clock::time_point begin = traced ? Clock::now() : Clock::time_point();
+  const auto record = [&](const Transfer& transfer) {
+    const Clock::time_point end = Clock::now();
+    if (transfer.label.operation != nullptr) options_.trace->AddChunk(transfer.label, transfer.ChunkBytes(chunk.index), begin, end);
+    begin = end;
+  };
+  const Status status = leader->CopyChunk(chunk.index);
+  if (traced) record(*leader);
   int ended = 0;
   for (Transfer* follower : chunk.followers) {
     if (status.ok()) follower->CopyFrom(*leader, chunk.index);
+    if (traced) record(*follower);
     ended += EndChunk(follower, status);
   }
   return ended + EndChunk(leader, status);  // the leader after those who read what it has received
@@ -194,8 +227,9 @@ bool Executor::EndChunk(Transfer* transfer, const Status& status) {
   return true;
 }
 
-void Executor::Run() {
+void Executor::Run(int lane) {
   pthread_setname_np(pthread_self(), "hoccl-copy");
+  Trace::SetLane(lane);
   Chunk chunk;
   std::unique_lock lock(mutex_);
   for (;;) {

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/base/trace.h"
 #include "csrc/p2p/transfer.h"
 
 namespace hoccl {
@@ -24,6 +25,7 @@ struct ExecutorOptions {
   int64_t inline_bytes = 32 << 10;  // transfers up to this size are copied by the thread that starts them
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep background chunks from going
+  Trace* trace = nullptr;                               // gets the chunks of transfers that have a label
 };
 
 // What background transfers have done.
@@ -39,7 +41,7 @@ class Executor {
   ~Executor();  // finishes what was submitted
 
   // Is the transfer so small that handing it to a copy thread costs more than copying it?
-  bool IsInline(const Transfer& transfer) const { return transfer.copy().bytes() <= options_.inline_bytes; }
+  bool IsInline(const Transfer& transfer) const { return transfer.bytes() <= options_.inline_bytes; }
 
   // Copies on the calling thread; the observer is not told.
   Status RunInline(Transfer* transfer);
@@ -69,7 +71,7 @@ class Executor {
     size_t turn = 0;
   };
 
-  void Run();
+  void Run(int lane);
 
   // With mutex_ held.
   bool TakeChunk(Chunk* chunk);
@@ -78,7 +80,7 @@ class Executor {
   static void Take(Ring* ring, Chunk* chunk);
 
   // Without it.
-  static int Copy(const Chunk& chunk);                             // how many transfers it has ended
+  int Copy(const Chunk& chunk);                                    // how many transfers it has ended
   static bool EndChunk(Transfer* transfer, const Status& status);  // has it ended the transfer?
 
   const ExecutorOptions options_;

@@ -8,9 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <span>
 
 #include "csrc/base/status.h"
 #include "csrc/base/strided_copy.h"
+#include "csrc/base/trace.h"
 #include "csrc/device/copy.h"
 
 namespace hoccl {
@@ -35,8 +37,13 @@ class TransferObserver {
 class Transfer {
  public:
   void Start(const Source& source, std::byte* dst, const StridedCopy& copy, bool background, TransferObserver* observer);
+  // Several copies as one chunk, which the caller keeps until the end.
+  void Start(const Source& source, std::byte* dst, std::span<const StridedCopy> copies, bool background, TransferObserver* observer);
 
-  const StridedCopy& copy() const { return copy_; }
+  int64_t bytes() const { return bytes_; }
+
+  // What a trace shows of it; to be set after Start, which clears it.
+  TraceLabel label;
   bool background() const { return background_; }
 
   // For the observer's own use.
@@ -46,20 +53,26 @@ class Transfer {
  private:
   friend class Executor;
 
-  // Copies one piece; called from any thread.
+  // These copy and are called from any thread: chunk `index`, one piece, or everything.
+  Status CopyChunk(int64_t index);
   Status CopyPiece(const StridedCopy& piece, bool streaming);
+  Status CopyAll();
+  int64_t ChunkBytes(int64_t index) const { return batch_.empty() ? chunks_.chunk(index).bytes() : bytes_; }
   // Copies chunk `index` from where `leader`, which reads the same bytes, has just written it.
   void CopyFrom(const Transfer& leader, int64_t index);
 
   // Do both read the same bytes of the same process, in the same chunks?
   bool SharesRemoteSource(const Transfer& other) const;
   bool streaming() const;
-  bool has_chunks_left() const { return next_ < chunks_.chunks(); }
-  int64_t next_chunk() const { return (first_ + next_) % chunks_.chunks(); }
+  int64_t chunks() const { return batch_.empty() ? chunks_.chunks() : 1; }
+  bool has_chunks_left() const { return next_ < chunks(); }
+  int64_t next_chunk() const { return (first_ + next_) % chunks(); }
 
   Source source_;
   std::byte* dst_ = nullptr;
   StridedCopy copy_;
+  std::span<const StridedCopy> batch_;  // in place of copy_, where not empty
+  int64_t bytes_ = 0;
   bool background_ = false;
   TransferObserver* observer_ = nullptr;
 

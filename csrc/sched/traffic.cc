@@ -104,7 +104,7 @@ Result<Traffic> TrafficOf(const Operation& operation) {
     return traffic;
   }
   traffic.matrix.resize(static_cast<size_t>(operation.group_size) * operation.group_size);
-  for (const Flow& flow : *flows) traffic.matrix[static_cast<size_t>(flow.src) * operation.group_size + flow.dst] = flow.copy.bytes();
+  for (const Flow& flow : *flows) traffic.matrix[static_cast<size_t>(flow.src) * operation.group_size + flow.dst] += flow.copy.bytes();
   return traffic;
 }
 

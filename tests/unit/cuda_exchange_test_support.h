@@ -102,7 +102,7 @@ class CudaJob {
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<World>> worlds_;
   std::vector<std::shared_ptr<const Call>> calls_;
-  std::map<std::pair<const Call*, int>, World::PlanCache> plans_;
+  std::map<std::pair<const Call*, int>, World::GroupPlans> plans_;
   std::map<std::pair<const Call*, int>, std::unique_ptr<StreamExchange::Binding>> bindings_;
 };
 

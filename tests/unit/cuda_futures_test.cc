@@ -29,7 +29,7 @@ TEST_F(CudaFuturesTest, ProgramsGoOnBetweenStartAndDone) {
   CudaJob job(driver(), 1, 2);
   for (const Priority priority : {Priority::kForeground, Priority::kBackground}) {
     const auto call = Gather(priority, static_cast<int64_t>(priority));
-    World::PlanCache plans;
+    World::GroupPlans plans;
     std::vector<std::unique_ptr<StreamExchange::Binding>> bindings;
     for (int rank = 0; rank < 2; ++rank) bindings.push_back(Must(job.world(rank).BindStream(call, rank, &plans)));
     for (int64_t run = 1; run < 4; ++run) {
@@ -56,7 +56,7 @@ TEST_F(CudaFuturesTest, AResultOfItsOwnIsFilledAndMovedBuffersAreErrors) {
   if (!OnFake()) GTEST_SKIP() << "needs two GPUs, or the fake driver";
   CudaJob job(driver(), 1, 2);
   const auto call = Gather(Priority::kForeground, 9);
-  World::PlanCache plans;
+  World::GroupPlans plans;
   std::vector<std::unique_ptr<StreamExchange::Binding>> bindings;
   for (int rank = 0; rank < 2; ++rank) {
     bindings.push_back(Must(job.world(rank).BindStream(call, rank, &plans)));

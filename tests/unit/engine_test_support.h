@@ -18,8 +18,11 @@ namespace hoccl {
 // A job of `processes` worlds with `devices_each` devices each, connected with one another. Device d belongs to process d / devices_each.
 class Job {
  public:
-  Job(int processes, int devices_each, WorldOptions options = {}) : devices_each_(devices_each) {
+  // `nodes`: the node of each process; all on one if empty.
+  Job(int processes, int devices_each, WorldOptions options = {}, const std::vector<int>& nodes = {}) : devices_each_(devices_each) {
     for (int process = 0; process < processes; ++process) {
+      if (getenv("TN")) { options.node_id = std::to_string(process); options.schedule = Schedule::kPlan; options.plan = {.chunk_bytes = 4096, .staging_bytes = 16384}; }
+      if (!nodes.empty()) options.node_id = std::to_string(nodes[process]);
       options.process = process;
       options.process_count = processes;
       options.devices.clear();
@@ -35,6 +38,7 @@ class Job {
 
   World& WorldOf(int device) { return *worlds_[device / devices_each_]; }
   void Stop(int process) { worlds_[process].reset(); }
+  int devices_each() const { return devices_each_; }
   int devices() const { return devices_each_ * static_cast<int>(worlds_.size()); }
 
   int64_t OpenMeetings() {
@@ -81,7 +85,7 @@ class Instance {
   }
 
   std::shared_ptr<const Call> call_;
-  World::PlanCache plans_;
+  World::GroupPlans plans_;
 };
 
 inline std::shared_ptr<const Call> MakeCall(Operation operation, std::vector<std::vector<int64_t>> groups, int64_t site, int ordinal = 0) {

@@ -34,6 +34,8 @@ def test_every_field_is_read_from_its_variable() -> None:
         "HOCCL_HUGE_PAGES": ("no", False),
         "HOCCL_LOG_LEVEL": ("debug", "debug"),
         "HOCCL_NODE_ID": ("left", "left"),
+        "HOCCL_SCHEDULE": ("Direct", "direct"),
+        "HOCCL_TRACE": ("step.json", "step.json"),
         "HOCCL_DMA_CHUNK_BYTES": ("4096", 4096),
         "HOCCL_IN_STREAM_BYTES": ("0", 0),
         "HOCCL_PATIENCE_US": ("0", 0),
@@ -62,6 +64,8 @@ def test_every_field_is_read_from_its_variable() -> None:
         ("HOCCL_CHUNK_BYTES", "64k", "an integer from 1 to"),
         ("HOCCL_INLINE_BYTES", "", "an integer from 0 to"),
         ("HOCCL_CROSS_MEMORY", "sometimes", "one of auto, on, off"),
+        ("HOCCL_NODE_ID", "two words", "a text without spaces"),
+        ("HOCCL_SCHEDULE", "best", "one of auto, plan, direct"),
         ("HOCCL_LOG_LEVEL", "loud", "one of debug, info, warning, error, critical"),
     ],
 )
@@ -76,10 +80,10 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 
 def test_misspelt_variables_are_named() -> None:
-    environ = {"HOCCL_TIMEOUT": "7", "HOCCL_TIMEOUT_S": "7", "HOCCL_LAUNCH_RANK": "0", "HOCCL_XYZ": "", "PATH": "/bin"}
+    environ = {"HOCCL_TIMEOUT": "7", "HOCCL_TIMEOUT_S": "7", "HOCCL_LAUNCH_RANK": "0", "HOCCL_ZZZZZZZZ": "", "PATH": "/bin"}
     assert misspelt(environ) == [
         "HOCCL_TIMEOUT is no setting of hoccl_jax; HOCCL_TIMEOUT_S is one",
-        "HOCCL_XYZ is no setting of hoccl_jax",
+        "HOCCL_ZZZZZZZZ is no setting of hoccl_jax",
     ]
 
 

@@ -18,6 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 _WAIT_MS = 60_000
 
+# TEST_NODES: the processes of the job play so many nodes, evenly.
+if nodes := int(os.environ.get("TEST_NODES", "0")):
+    os.environ["HOCCL_NODE_ID"] = str(jax.process_index() * nodes // jax.process_count())
+
 _barriers = itertools.count()  # a barrier's name can be used once
 
 

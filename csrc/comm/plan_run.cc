@@ -1,0 +1,72 @@
+#include "csrc/comm/plan_run.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace hoccl {
+
+void PlanRun::Begin(const ProcessProgram* program) {
+  program_ = program;
+  before_.clear();
+  for (const ProcessStep& step : program->steps) before_.push_back(step.before);
+  others_over_.assign(program->others.size(), false);
+  ports_.resize(static_cast<size_t>(program->ports));
+  for (Port& port : ports_) {
+    port.busy = false;
+    port.ready.clear();
+  }
+  steps_left_ = static_cast<int>(program->steps.size());
+  others_left_ = static_cast<int>(program->others.size());
+}
+
+void PlanRun::OnPost(int rank, std::vector<int>* starts) {
+  for (int position : program_->from_operand[rank]) Settle(position, starts);
+  for (int position : program_->to_result[rank]) Settle(position, starts);
+}
+
+void PlanRun::OnEnd(int position, std::vector<int>* starts) {
+  --steps_left_;
+  const ProcessStep& step = program_->steps[position];
+  ports_[step.port].busy = false;
+  for (int next : step.next) Settle(next, starts);
+  Advance(&ports_[step.port], starts);
+}
+
+bool PlanRun::OnOtherEnd(int process, int index, std::vector<int>* starts) {
+  const auto other = std::ranges::lower_bound(program_->others, index, {}, &OtherStep::index);
+  if (other == program_->others.end() || other->index != index || other->process != process) return false;
+  const auto position = static_cast<size_t>(other - program_->others.begin());
+  if (others_over_[position]) return false;
+  others_over_[position] = true;
+  --others_left_;
+  for (int next : other->next) Settle(next, starts);
+  return true;
+}
+
+bool PlanRun::Awaits(int process) const {
+  for (size_t i = 0; i < others_over_.size(); ++i) {
+    if (!others_over_[i] && program_->others[i].process == process) return true;
+  }
+  return false;
+}
+
+// One of the things that the step waits for is over.
+void PlanRun::Settle(int position, std::vector<int>* starts) {
+  if (--before_[position] > 0) return;
+  const ProcessStep& step = program_->steps[position];
+  Port& port = ports_[step.port];
+  constexpr uint64_t kAfterForwarding = uint64_t{1} << 32;
+  port.ready.push_back(static_cast<uint64_t>(position) + (step.forwards() ? 0 : kAfterForwarding));
+  std::ranges::push_heap(port.ready, std::greater<>());
+  Advance(&port, starts);
+}
+
+void PlanRun::Advance(Port* port, std::vector<int>* starts) {
+  if (port->busy || port->ready.empty()) return;
+  std::ranges::pop_heap(port->ready, std::greater<>());
+  starts->push_back(static_cast<int>(port->ready.back() & 0xffffffff));
+  port->ready.pop_back();
+  port->busy = true;
+}
+
+}  // namespace hoccl

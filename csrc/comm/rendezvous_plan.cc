@@ -1,0 +1,198 @@
+// The part of the rendezvous that runs plans of the scheduler: steps, slots, and what processes tell each other of them.
+#include <algorithm>
+#include <utility>
+
+#include "csrc/comm/rendezvous.h"
+#include "csrc/comm/rendezvous_actions.h"
+
+namespace hoccl {
+
+void Rendezvous::EnterPlan(Meeting* meeting, LocalPost* post, bool first, Actions* actions) {
+  const ProcessProgram& program = *meeting->plan->program;
+  if (first && program.slots > 0) {
+    Result<int64_t> region = services_.segment->Allocate(program.slots * program.slot_bytes);
+    if (!region.ok()) return Fail(meeting, region.status(), true, actions);
+    meeting->region = *region;
+  }
+  if (first) {
+    for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {
+      const RemotePost& remote = meeting->slots[rank].remote;
+      if (remote.posted && !remote.withdrawn) meeting->run.OnPost(rank, &meeting->starts);
+    }
+    for (const StepNotice& notice : std::exchange(meeting->early, {})) OnNotice(meeting, notice);
+  }
+  meeting->run.OnPost(post->rank, &meeting->starts);
+  StartSteps(meeting, actions);
+  FinishIfOver(post, actions);  // it may have neither to send nor to receive anything
+}
+
+void Rendezvous::StartSteps(Meeting* meeting, Actions* actions) {
+  if (!meeting->failed()) {
+    for (int position : meeting->starts) StartStep(meeting, position, actions);
+  }
+  meeting->starts.clear();
+}
+
+// Of the ranks of this process, the one whose operand or result a step reads, and the one whose result it writes; else null.
+LocalPost* Rendezvous::ReadBy(Meeting* meeting, const ProcessStep& own) const {
+  return own.step.from.is_slot() ? nullptr : SenderOf(meeting, own.step.from.rank);
+}
+LocalPost* Rendezvous::WrittenBy(Meeting* meeting, const ProcessStep& own) const {
+  return own.step.to.is_slot() ? nullptr : SenderOf(meeting, own.step.to.rank);
+}
+
+TraceLabel Rendezvous::LabelOf(const Meeting& meeting, const ProcessStep& own) const {
+  const Step& step = own.step;
+  const std::vector<int64_t>& devices = meeting.plan->communicator.devices;
+  const bool pushes = step.leg != Leg::kWrite && own.from_process == services_.process;
+  return {.operation = meeting.plan->trace_name,
+          .leg = LegName(step.leg).data(),  // of a literal
+          .stage = step.stage,
+          .rail = step.rail,
+          .src = step.src,
+          .dst = step.dst,
+          .from_device = devices[step.from.rank],
+          .to_device = devices[step.to.rank],
+          .device = devices[pushes ? step.from.rank : step.to.rank]};
+}
+
+void Rendezvous::StartStep(Meeting* meeting, int position, Actions* actions) {
+  const ProcessProgram& program = *meeting->plan->program;
+  const ProcessStep& own = program.steps[position];
+  const auto own_slot = [&](int slot) { return services_.segment->at(meeting->region + slot * program.slot_bytes); };
+  Source source;
+  if (own.from_slot >= 0 && own.from_process == services_.process) {
+    source.local = own_slot(own.from_slot);
+  } else if (own.from_slot >= 0) {
+    source.local =
+        services_.proxy->PeerSegment(own.from_process, meeting->other_regions[own.from_process]) + own.from_slot * program.slot_bytes;
+  } else if (LocalPost* read = ReadBy(meeting, own); read != nullptr) {
+    source.local = own.step.from.buffer == Buffer::kOperand ? read->operand : read->result;
+    ++read->active;
+  } else {
+    RemotePost& remote = meeting->slots[own.step.from.rank].remote;
+    source = remote.source;
+    ++remote.active;
+  }
+  LocalPost* written = WrittenBy(meeting, own);
+  if (written != nullptr) ++written->active;
+  ++meeting->running;
+  std::byte* to = written != nullptr ? written->result : own_slot(own.to_slot);
+  const bool background = meeting->plan->call->operation.priority == Priority::kBackground;
+  Transfer* transfer = &meeting->transfers[own.port];
+  transfer->index = position;
+  if (own.copies.size() == 1) {
+    transfer->Start(source, to, own.copies.front(), background, this);
+  } else {
+    transfer->Start(source, to, own.copies, background, this);
+  }
+  if (services_.trace->on()) transfer->label = LabelOf(*meeting, own);
+  actions->transfers.push_back(transfer);
+}
+
+void Rendezvous::EndStep(Meeting* meeting, int position, const Status& status, Actions* actions) {
+  const ProcessStep& own = meeting->plan->program->steps[position];
+  const Step& step = own.step;
+  LocalPost* read = ReadBy(meeting, own);
+  LocalPost* written = WrittenBy(meeting, own);
+  --meeting->running;
+  if (!status.ok() && !meeting->failed()) {
+    const Communicator& communicator = meeting->plan->communicator;
+    const std::string why =
+        status.code() == Code::kUnavailable ? "process " + std::to_string(own.from_process) + " has died" : status.message();
+    uint32_t occurrence = 0;
+    for (const Slot& slot : meeting->slots) occurrence = std::max(occurrence, slot.sender.occurrence);
+    Fail(meeting,
+         Status(status.code(), meeting->Describe(occurrence) + ": copying from " + communicator.RankName(step.from.rank) + " to " +
+                                   communicator.RankName(step.to.rank) + " (" + step.ToString() + ") failed: " + why),
+         true, actions);
+  } else if (written == nullptr) {
+    services_.statistics->CountStaged(step.bytes);
+  } else {
+    services_.statistics->CountBytes(step.src == step.to.rank ? Engine::kLocalCopy : Engine::kHost, step.bytes);
+  }
+  if (written != nullptr) {
+    --written->active;
+    --written->unfinished;
+  }
+  if (read != nullptr) {
+    --read->active;
+    --read->unfinished;
+  } else if (!step.from.is_slot()) {
+    RemotePost& remote = meeting->slots[step.from.rank].remote;
+    --remote.active;
+    --remote.unread;
+    if (remote.unread == 0 || (meeting->failed() && remote.active == 0)) Release(meeting, step.from.rank, actions);
+  }
+  if (!meeting->failed()) {
+    TellStep(*meeting, own, actions);
+    meeting->run.OnEnd(position, &meeting->starts);
+    StartSteps(meeting, actions);
+  }
+  if (read != nullptr && read != written) FinishIfOver(read, actions);
+  if (written != nullptr) FinishIfOver(written, actions);
+}
+
+void Rendezvous::TellStep(const Meeting& meeting, const ProcessStep& own, Actions* actions) const {
+  for (int process : own.tell) {
+    Message& message = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
+    message.type = MessageType::kStep;
+    message.rank = ProcessProgram::SpokesmanOf(meeting.plan->communicator.processes, services_.process);
+    message.group_size = meeting.plan->communicator.size();
+    message.number = own.index;
+    message.key = meeting.key;
+    message.serial = meeting.serial;
+    message.segment = meeting.region;
+  }
+}
+
+void Rendezvous::OnStep(int process, const Message& message, Actions* actions) {
+  const StepNotice notice{.process = process,
+                          .key = message.key,
+                          .serial = message.serial,
+                          .spokesman = message.rank,
+                          .step = message.number,
+                          .region = message.segment};
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
+    if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size) continue;
+    const RemotePost& remote = meeting->slots[message.rank].remote;
+    if (remote.process != process || remote.serial != message.serial) continue;
+    if (meeting->failed()) return;
+    if (meeting->plan == nullptr) {
+      meeting->early.push_back(notice);
+      return;
+    }
+    OnNotice(meeting, notice);
+    StartSteps(meeting, actions);
+    return EraseIfOver(meeting);
+  }
+  early_notices_.push_back(notice);
+}
+
+void Rendezvous::OnNotice(Meeting* meeting, const StepNotice& notice) {
+  if (meeting->plan->program == nullptr) return;  // the ranks disagree, which their posts will show
+  if (static_cast<int>(meeting->other_regions.size()) <= notice.process) meeting->other_regions.resize(notice.process + 1, -1);
+  if (notice.region >= 0) meeting->other_regions[notice.process] = notice.region;
+  meeting->run.OnOtherEnd(notice.process, notice.step, &meeting->starts);
+}
+
+void Rendezvous::TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial) {
+  std::erase_if(early_notices_, [&](const StepNotice& notice) {
+    const bool taken = notice.process == process && notice.serial == serial && notice.key == meeting->key;
+    if (!taken || meeting->failed()) return taken;
+    if (meeting->plan == nullptr) {
+      meeting->early.push_back(notice);
+    } else {
+      OnNotice(meeting, notice);
+    }
+    return true;
+  });
+}
+
+void Rendezvous::ReleaseSlots(Meeting* meeting) {
+  if (meeting->region >= 0) services_.segment->Release(meeting->region);
+  meeting->region = -1;
+}
+
+}  // namespace hoccl

@@ -1,0 +1,326 @@
+// Operations that run by plans of the scheduler, over processes that play several nodes.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <future>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/device/host/host_copy.h"
+#include "tests/unit/engine_test_support.h"
+
+namespace hoccl {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Small chunks and little staging, so that there are many of them and slots are used again.
+WorldOptions Planned(CrossMemory cross_memory = CrossMemory::kAuto) {
+  return {.copy_threads = 2,
+          .inline_bytes = 2048,
+          .cross_memory = cross_memory,
+          .schedule = Schedule::kPlan,
+          .plan = {.chunk_bytes = 4096, .staging_bytes = 16384}};
+}
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+  int Below(int end) { return static_cast<int>(engine_() % static_cast<uint64_t>(end)); }
+  std::vector<int> Permutation(int size) {
+    std::vector<int> values(static_cast<size_t>(size));
+    std::iota(values.begin(), values.end(), 0);
+    std::ranges::shuffle(values, engine_);
+    return values;
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+Operation RandomOperation(Random* random, int ranks) {
+  Operation operation{.group_size = ranks, .dtype = "uint8", .item_bytes = 1};
+  const int64_t size = 1 + random->Below(3000);
+  switch (random->Below(5)) {
+    case 0:
+      operation.kind = Kind::kAllGather;
+      operation.shape = {1 + random->Below(5), size, 1 + random->Below(4)};
+      operation.concat_axis = random->Below(3);
+      break;
+    case 1:
+      operation.kind = Kind::kAllToAll;
+      operation.shape = {2 * ranks, size, ranks};
+      operation.split_axis = random->Below(2) == 0 ? 0 : 2;
+      operation.concat_axis = random->Below(3);
+      break;
+    case 2: {
+      operation.kind = Kind::kPpermute;
+      operation.shape = {size, 1 + random->Below(8)};
+      const std::vector<int> to = random->Permutation(ranks);
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (random->Below(4) > 0) operation.pairs.emplace_back(rank, to[rank]);
+      }
+      break;
+    }
+    case 3: {
+      operation.kind = Kind::kPbroadcast;
+      operation.shape = {size * 4};
+      const int source = random->Below(ranks);
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (random->Below(4) > 0) operation.pairs.emplace_back(source, rank);
+      }
+      break;
+    }
+    default:
+      operation.kind = Kind::kExchange;
+      operation.shape = {40, 1 + size / 4};
+      operation.result_rows = 60;
+      for (int dst = 0; dst < ranks; ++dst) {
+        for (int row = random->Below(5); row + 8 <= 60; row += 8 + random->Below(10))
+          operation.blocks.push_back({random->Below(ranks), dst, random->Below(32), row, 1 + random->Below(8)});
+      }
+  }
+  return operation;
+}
+
+std::vector<std::byte> RandomBytes(Random* random, int64_t size) {
+  std::vector<std::byte> bytes(static_cast<size_t>(size));
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random->Below(256));
+  return bytes;
+}
+
+// What the call must leave in each rank's result, which held `initial`.
+std::vector<std::vector<std::byte>> Expected(const Call& call, const std::vector<std::vector<std::byte>>& operands, std::byte initial) {
+  const Operation& operation = call.operation;
+  const bool keeps = ReplacesRows(operation.kind);
+  std::vector<std::vector<std::byte>> results(operands.size());
+  for (auto& result : results) result.assign(static_cast<size_t>(operation.ResultBytes()), keeps ? initial : std::byte{0});
+  for (const Flow& flow : call.flows) CopyStrided(results[flow.dst].data(), operands[flow.src].data(), flow.copy, Stores::kCached);
+  return results;
+}
+
+// Runs `call` once on all devices of its only group.
+void RunOnAll(Job& job, const std::shared_ptr<const Call>& call, int64_t run, Random* random) {
+  const std::vector<int64_t>& group = call->groups[0];
+  std::vector<std::vector<std::byte>> operands, results;
+  for (size_t rank = 0; rank < group.size(); ++rank) {
+    operands.push_back(RandomBytes(random, call->operation.OperandBytes()));
+    results.emplace_back(static_cast<size_t>(call->operation.ResultBytes()), std::byte{0x5a});
+  }
+  std::vector<Instance> instances(group.size(), Instance(call));
+  std::vector<std::future<Status>> ends;
+  for (int rank : random->Permutation(static_cast<int>(group.size()))) {
+    const auto device = static_cast<int>(group[rank]);
+    ends.push_back(instances[rank].Start(job.WorldOf(device), device, run, operands[rank].data(), results[rank].data()));
+  }
+  for (std::future<Status>& end : ends) {
+    const Status status = end.get();
+    ASSERT_TRUE(status.ok()) << status.ToString();
+  }
+  EXPECT_EQ(results, Expected(*call, operands, std::byte{0x5a})) << call->operation.ToString();
+}
+
+int64_t CounterOf(Job& job, const std::string& wanted) {
+  int64_t sum = 0;
+  for (int device = 0; device < job.devices(); device += job.devices_each()) {
+    for (const auto& [name, value] : job.WorldOf(device).statistics().Read()) sum += name == wanted ? value : 0;
+  }
+  return sum;
+}
+
+struct Layout {
+  int processes;
+  int devices_each;
+  std::vector<int> nodes;  // of the processes
+};
+
+const Layout kLayouts[] = {{2, 1, {0, 1}},       {2, 4, {0, 1}},          {4, 2, {0, 1, 2, 3}},
+                           {4, 2, {0, 0, 1, 1}}, {5, 1, {0, 1, 0, 2, 1}}, {3, 3, {2, 0, 2}}};
+
+TEST(PlannedExchangeTest, RandomOperationsOverRandomNodesDeliverEveryByte) {
+  Random random(7);
+  for (size_t i = 0; i < std::size(kLayouts); ++i) {
+    const Layout& layout = kLayouts[i];
+    Job job(layout.processes, layout.devices_each, Planned(i % 2 == 0 ? CrossMemory::kAuto : CrossMemory::kOff), layout.nodes);
+    for (int64_t site = 0; site < 10; ++site) {
+      std::vector<int64_t> group;
+      for (int device : random.Permutation(job.devices())) group.push_back(device);
+      group.resize(static_cast<size_t>(2 + random.Below(job.devices() - 1)));
+      const auto call = MakeCall(RandomOperation(&random, static_cast<int>(group.size())), {group}, site);
+      for (int64_t run = 0; run < 2; ++run) RunOnAll(job, call, run, &random);
+    }
+    EXPECT_GT(CounterOf(job, "plans/operations"), 0);
+    EXPECT_GT(CounterOf(job, "plans/staged_bytes"), 0);
+    EXPECT_EQ(CounterOf(job, "failures"), 0);
+  }
+}
+
+// Devices run ahead of one another: some are in the next execution while others, and what is forwarded for them, are in the last.
+TEST(PlannedExchangeTest, ExecutionsOfOneCallInOneRunMeetInOrder) {
+  Job job(4, 2, Planned(), {0, 0, 1, 1});
+  constexpr int kExecutions = 30;
+  const int64_t elements = 3000;
+  std::vector<std::thread> threads;
+  for (int device = 0; device < job.devices(); ++device) {
+    threads.emplace_back([&, device] {
+      Instance instance(MakeCall(AllGather(elements), {{0, 1, 2, 3, 4, 5, 6, 7}}, 1));
+      for (int execution = 0; execution < kExecutions; ++execution) {
+        const std::vector<int32_t> operand(static_cast<size_t>(elements), execution * 100 + device);
+        std::vector<int32_t> result(static_cast<size_t>(elements * job.devices()));
+        const Status status = instance.Run(job.WorldOf(device), device, 7, operand.data(), result.data());
+        ASSERT_TRUE(status.ok()) << status.ToString();
+        for (size_t i = 0; i < result.size(); ++i) ASSERT_EQ(result[i], execution * 100 + static_cast<int>(i) / elements);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// What the traces of all processes say of a plan's steps, in the order in which they began.
+std::vector<Trace::Event> StepsOf(Job& job) {
+  std::vector<Trace::Event> steps;
+  for (int device = 0; device < job.devices(); device += job.devices_each()) {
+    for (const Trace::Event& event : job.WorldOf(device).trace().events()) {
+      if (!event.is_operation && event.label.stage >= 0) steps.push_back(event);
+    }
+  }
+  std::ranges::sort(steps, {}, [](const Trace::Event& event) { return event.begin; });
+  return steps;
+}
+
+TEST(PlannedExchangeTest, ATraceShowsTheStagesOfEachNicInTheirOrder) {
+  const std::vector<int> nodes = {0, 1, 2, 3};
+  for (const Kind kind : {Kind::kAllToAll, Kind::kAllGather}) {
+    Job job(4, 2, Planned(), nodes);
+    for (int process = 0; process < 4; ++process) ASSERT_TRUE(job.WorldOf(2 * process).trace().Start().ok());
+    Operation operation{.kind = kind, .dtype = "uint8", .item_bytes = 1, .shape = {8 * 30000}, .concat_axis = 0};
+    if (kind == Kind::kAllToAll) operation.split_axis = 0;
+    Random random(3);
+    const auto call = MakeCall(operation, {{0, 1, 2, 3, 4, 5, 6, 7}}, 1);
+    RunOnAll(job, call, 1, &random);
+
+    std::map<std::pair<int64_t, int>, const Trace::Event*> last_write;  // of a NIC: sending node and rail
+    std::set<int> stages;
+    int64_t arrived = 0;
+    const std::vector<Trace::Event> steps = StepsOf(job);
+    for (const Trace::Event& step : steps) {
+      stages.insert(step.label.stage);
+      if (step.label.leg != LegName(Leg::kWrite)) {
+        if (step.label.leg != LegName(Leg::kStageIn)) arrived += step.bytes;
+        continue;
+      }
+      const Trace::Event*& last = last_write[{nodes[step.label.from_device / 2], step.label.rail}];
+      if (last != nullptr) {
+        EXPECT_GE(step.label.stage, last->label.stage);
+        EXPECT_GE(step.begin, last->end);  // a NIC carries one chunk at a time
+      }
+      EXPECT_NE(nodes[step.label.from_device / 2], nodes[step.label.to_device / 2]);
+      last = &step;
+    }
+    EXPECT_GE(stages.size(), 3u);           // each node sends to three others
+    EXPECT_EQ(last_write.size(), 4u * 2u);  // and all rails of all nodes have their part
+    EXPECT_EQ(arrived, call->operation.ResultBytes() * 8);
+  }
+}
+
+TEST(PlannedExchangeTest, ARankThatIsInNoPairWaitsForNobody) {
+  Job job(2, 2, Planned(), {0, 1});
+  Operation shift{.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {8}, .pairs = {{0, 3}}};
+  std::vector<Instance> instances(4, Instance(MakeCall(shift, {{0, 1, 2, 3}}, 1)));
+  const std::vector<int32_t> operand(8, 5);
+  std::vector<std::vector<int32_t>> results(4, std::vector<int32_t>(8, -1));
+  const auto start = [&](int rank) { return instances[rank].Start(job.WorldOf(rank), rank, 1, operand.data(), results[rank].data()); };
+  for (int rank : {1, 2}) EXPECT_TRUE(start(rank).get().ok());
+  std::future<Status> sender = start(0), receiver = start(3);
+  EXPECT_TRUE(sender.get().ok());
+  EXPECT_TRUE(receiver.get().ok());
+  EXPECT_EQ(results[3], operand);
+  EXPECT_EQ(results[1], std::vector<int32_t>(8, 0));
+}
+
+TEST(PlannedExchangeTest, AProcessThatLeavesForwardsFirst) {
+  Job job(3, 1, Planned(), {0, 1, 2});
+  const Operation broadcast{.kind = Kind::kPbroadcast, .dtype = "int32", .item_bytes = 4, .shape = {1000}, .pairs = {{0, 1}, {0, 2}}};
+  std::vector<Instance> instances(3, Instance(MakeCall(broadcast, {{0, 1, 2}}, 1)));
+  const std::vector<int32_t> operand(1000, 9);
+  std::vector<std::vector<int32_t>> results(3, std::vector<int32_t>(1000));
+  const auto start = [&](int rank) { return instances[rank].Start(job.WorldOf(rank), rank, 1, operand.data(), results[rank].data()); };
+  std::future<Status> source = start(0), middle = start(1);
+  EXPECT_TRUE(middle.get().ok());
+  std::thread leaving([&] { job.Stop(1); });  // what the last one needs is still in its slots
+  const Status last = start(2).get();
+  leaving.join();
+  EXPECT_TRUE(last.ok()) << last.ToString();
+  EXPECT_TRUE(source.get().ok());
+  EXPECT_EQ(results[2], operand);
+}
+
+TEST(PlannedExchangeTest, ARankThatDoesNotComeIsNamedAtTheDeadlineAndGetsTheErrorWhenItComes) {
+  WorldOptions options = Planned();
+  options.timeout = milliseconds(200);
+  Job job(2, 2, options, {0, 1});
+  std::vector<Instance> instances(4, Instance(MakeCall(AllGather(4000), {{0, 1, 2, 3}}, 1)));
+  const std::vector<int32_t> operand(4000);
+  std::vector<std::vector<int32_t>> results(4, std::vector<int32_t>(16000));
+  const auto start = [&](int rank) { return instances[rank].Start(job.WorldOf(rank), rank, 1, operand.data(), results[rank].data()); };
+  std::vector<std::future<Status>> waiting;
+  for (int rank : {0, 1, 2}) waiting.push_back(start(rank));
+  for (std::future<Status>& future : waiting) {
+    const Status status = future.get();
+    EXPECT_EQ(status.code(), Code::kDeadlineExceeded) << status.ToString();
+    EXPECT_NE(status.message().find("rank 3 (device 3, process 1) has not come"), std::string::npos) << status.ToString();
+  }
+  EXPECT_EQ(start(3).get().code(), Code::kDeadlineExceeded);
+  Random random(1);
+  RunOnAll(job, MakeCall(AllGather(4000), {{0, 1, 2, 3}}, 1), 2, &random);
+}
+
+TEST(PlannedExchangeTest, AProcessThatIsLostFailsThoseWhoWaitForIt) {
+  Job job(3, 1, Planned(), {0, 1, 2});
+  std::vector<Instance> instances(3, Instance(MakeCall(AllGather(4000), {{0, 1, 2}}, 1)));
+  const std::vector<int32_t> operand(4000);
+  std::vector<std::vector<int32_t>> results(3, std::vector<int32_t>(12000));
+  const auto start = [&](int rank) { return instances[rank].Start(job.WorldOf(rank), rank, 1, operand.data(), results[rank].data()); };
+  std::future<Status> first = start(0), second = start(1);
+  job.Stop(2);
+  for (std::future<Status>* future : {&first, &second}) {
+    const Status status = future->get();
+    EXPECT_FALSE(status.ok());
+    EXPECT_NE(status.message().find("process 2"), std::string::npos) << status.ToString();
+  }
+}
+
+TEST(PlannedExchangeTest, ProcessesThatDisagreeOnTheScheduleFailAndSaySo) {
+  std::vector<std::unique_ptr<World>> worlds;
+  for (int process = 0; process < 2; ++process) {
+    WorldOptions options = Planned();
+    options.process = process;
+    options.process_count = 2;
+    options.devices = {{.global_id = process, .local_ordinal = 0}};
+    options.node_id = std::to_string(process);
+    if (process == 1) options.schedule = Schedule::kDirect;
+    worlds.push_back(*World::Start(options));
+  }
+  for (auto& world : worlds) {
+    for (auto& peer : worlds) ASSERT_TRUE(world->Connect(peer->address()).ok());
+  }
+  std::vector<Instance> instances(2, Instance(MakeCall(AllGather(4000), {{0, 1}}, 1)));
+  const std::vector<int32_t> operand(4000);
+  std::vector<std::vector<int32_t>> results(2, std::vector<int32_t>(8000));
+  std::vector<std::future<Status>> ends;
+  for (int rank : {0, 1}) ends.push_back(instances[rank].Start(*worlds[rank], rank, 1, operand.data(), results[rank].data()));
+  for (std::future<Status>& end : ends) {
+    const Status status = end.get();
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << status.ToString();
+    EXPECT_NE(status.message().find("by a plan"), std::string::npos) << status.ToString();
+  }
+}
+
+}  // namespace
+}  // namespace hoccl
