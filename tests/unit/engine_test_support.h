@@ -21,7 +21,6 @@ class Job {
   // `nodes`: the node of each process; all on one if empty.
   Job(int processes, int devices_each, WorldOptions options = {}, const std::vector<int>& nodes = {}) : devices_each_(devices_each) {
     for (int process = 0; process < processes; ++process) {
-      if (getenv("TN")) { options.node_id = std::to_string(process); options.schedule = Schedule::kPlan; options.plan = {.chunk_bytes = 4096, .staging_bytes = 16384}; }
       if (!nodes.empty()) options.node_id = std::to_string(nodes[process]);
       options.process = process;
       options.process_count = processes;
