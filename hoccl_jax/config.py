@@ -58,6 +58,24 @@ def _word(text: str) -> str:
     return text
 
 
+def _ports(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        ports = (int(low), int(high or low))
+    except ValueError:
+        ports = (-1, -1)
+    if not 0 <= ports[0] <= ports[1] <= 65535 or (ports[0] == 0 and ports[1] > 0):
+        raise ValueError("a port or a range of ports, as in 40000-40099")
+    return ports
+
+
+def _chunk(text: str) -> int:
+    value = _integer(4096, 1 << 30)(text)
+    if value % 4096:
+        raise ValueError("a multiple of 4096, up to 1 GiB")
+    return value
+
+
 def _setting(variable: str, default: Any, parse: Callable[[str], Any], doc: str) -> Any:
     """A field with its variable, its parser (whose ValueError says what the variable wants) and its line in docs/settings.md."""
     return dataclasses.field(default=default, metadata={"variable": variable, "parse": parse, "doc": doc})
@@ -154,6 +172,53 @@ class Config:
         "Processes with the same text count as one node, so that one host can play several; empty: a node is a host.",
     )
 
+    heartbeat_timeout_s: float = _setting(
+        "HOCCL_HEARTBEAT_TIMEOUT_S",
+        30.0,
+        _positive_seconds,
+        "Seconds after which a process of another host that is not heard of is given up, and operations with it become errors. Connections "
+        "outlast shorter interruptions; TCP may take as long again to notice that the network is back.",
+    )
+    net_provider: str = _setting(
+        "HOCCL_NET_PROVIDER",
+        "tcp",
+        _word,
+        "libfabric's provider for data between hosts: `tcp`, or for instance `verbs;ofi_rxm` or `efa`. Its own settings are `FI_*`.",
+    )
+    net_interface: str = _setting(
+        "HOCCL_NET_INTERFACE",
+        "",
+        _word,
+        "Name or address of the network interface to listen on for other hosts; empty: that which leads to the coordinator of "
+        "`jax.distributed`.",
+    )
+    net_ports: tuple[int, int] = _setting(
+        "HOCCL_NET_PORTS",
+        (0, 0),
+        _ports,
+        "Port, or range of ports (`40000-40099`), for control connections from other hosts; 0: any. Those for data are libfabric's "
+        "(`FI_TCP_PORT_LOW_RANGE`, `FI_TCP_PORT_HIGH_RANGE`).",
+    )
+    net_lanes: int = _setting("HOCCL_NET_LANES", 2, _integer(1, 16), "Connections that carry data to each process of another host.")
+    net_chunk_bytes: int = _setting(
+        "HOCCL_NET_CHUNK_BYTES", 1 << 20, _chunk, "Bytes of one write to another host, and of a staging buffer. The same in all processes."
+    )
+    net_in_flight: int = _setting(
+        "HOCCL_NET_IN_FLIGHT", 8, _integer(1, 128), "Writes to each process of another host that are on their way at a time."
+    )
+    net_staging: Literal["auto", "on"] = _setting(
+        "HOCCL_NET_STAGING",
+        "auto",
+        _one_of("auto", "on"),
+        "Send through staging buffers: `auto` where the network can't reach the program's buffers cheaply, `on` always.",
+    )
+    net_between: Literal["hosts", "nodes"] = _setting(
+        "HOCCL_NET_BETWEEN",
+        "hosts",
+        _one_of("hosts", "nodes"),
+        "Use the network between different `hosts`, or between different `nodes` (HOCCL_NODE_ID) of one host too, as if they were apart.",
+    )
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Reads the settings from `environ` (default: the process's environment).
@@ -201,6 +266,7 @@ def settings_page() -> str:
     ]
     for field in dataclasses.fields(Config):
         default = int(field.default) if isinstance(field.default, bool) else field.default
+        default = default[0] if isinstance(default, tuple) else default
         shown = f"`{default:g}`" if isinstance(default, float) else f"`{default}`" if default != "" else "(empty)"
         lines.append(f"| `{field.metadata['variable']}` | {shown} | {field.metadata['doc']} |")
     return "\n".join(lines) + "\n"

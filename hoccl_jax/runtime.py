@@ -169,7 +169,8 @@ def _trace_file(path: str | os.PathLike[str]) -> str:
 
 
 def topology() -> dict[str, Any]:
-    """This process's node, and the job's processes: their devices (`jax.Device.id`), are they connected, is their memory read directly."""
+    """This process's node, how other hosts are reached, and the job's processes: their node and devices (`jax.Device.id`), are they
+    connected, and does their data come by reading their memory directly or by the network."""
     with _lock:
         _ensure_started()
         return dict(_native.topology())
@@ -239,7 +240,8 @@ def _ensure_started() -> Config:
     for line in misspelt():
         _logger.warning("%s", line)
     devices = [(device.id, _ffi_ordinal(device), device.platform) for device in _local_devices()]
-    _native.start(dataclasses.asdict(config), jax.process_index(), jax.process_count(), devices)
+    settings = {**dataclasses.asdict(config), "coordinator": _coordinator_host()}
+    _native.start(settings, jax.process_index(), jax.process_count(), devices)
     _state.incarnation += 1
     if jax.process_count() > 1:
         try:
@@ -277,6 +279,12 @@ def _key_value_store() -> Any:
             "hoccl_jax: several processes meet through jax.distributed, which is not initialized: call jax.distributed.initialize()"
         )
     return client
+
+
+def _coordinator_host() -> str:
+    """Where the coordinator of `jax.distributed` runs; empty without one."""
+    address = distributed.global_state.coordinator_address or ""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _address_key(process: int) -> str:

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/net/open_transport.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/cpu_future_handlers.h"
 #include "xla_ffi/cpu_handlers.h"
@@ -73,6 +74,17 @@ void Start(const nb::dict& config, int process_index, int process_count,
   options.cross_memory = ParseCrossMemory(Setting<std::string>(config, "cross_memory", "auto"));
   options.schedule = ParseSchedule(Setting<std::string>(config, "schedule", "auto"));
   options.node_id = Setting<std::string>(config, "node_id", "");
+  NetworkOptions& network = options.network;
+  network.provider = Setting(config, "net_provider", network.provider);
+  network.interface = Setting(config, "net_interface", network.interface);
+  network.coordinator = Setting(config, "coordinator", network.coordinator);
+  std::tie(network.ports.low, network.ports.high) = Setting(config, "net_ports", std::pair(0, 0));
+  network.lanes = Setting(config, "net_lanes", network.lanes);
+  network.chunk_bytes = Setting(config, "net_chunk_bytes", network.chunk_bytes);
+  network.in_flight = Setting(config, "net_in_flight", network.in_flight);
+  network.always_stage = Setting<std::string>(config, "net_staging", "auto") == "on";
+  network.between_nodes = Setting<std::string>(config, "net_between", "hosts") == "nodes";
+  network.heartbeat_timeout = std::chrono::milliseconds(static_cast<int64_t>(Setting(config, "heartbeat_timeout_s", 30.0) * 1000));
   options.dma_chunk_bytes = Setting(config, "dma_chunk_bytes", options.dma_chunk_bytes);
   options.in_stream_bytes = Setting(config, "in_stream_bytes", options.in_stream_bytes);
   options.patience = std::chrono::microseconds(Setting<int64_t>(config, "patience_us", options.patience.count()));
@@ -137,7 +149,9 @@ nb::dict DescribeTopology() {
     nb::dict process;
     process["process"] = view.process;
     process["connected"] = view.connected;
+    process["node"] = view.node;
     process["direct_reads"] = view.direct_reads;
+    process["by_network"] = view.by_network;
     process["devices"] = devices;
     process["cuda_devices"] = cuda_devices;
     processes.append(process);
@@ -145,6 +159,8 @@ nb::dict DescribeTopology() {
   nb::dict topology;
   topology["node"] = world->node();
   topology["copy_threads"] = world->copy_threads();
+  topology["transport"] = world->transport();
+  topology["can_span_hosts"] = HasTransport();
   topology["processes"] = processes;
   nb::dict cuda;
   if (world->streams() != nullptr) {

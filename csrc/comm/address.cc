@@ -11,7 +11,8 @@
 namespace hoccl {
 namespace {
 
-constexpr char kVersion[] = "hoccl-address-3";
+constexpr char kVersion[] = "hoccl-address-4";
+constexpr char kNoAddress[] = "-";
 
 std::string NamespaceId(const char* path) {
   struct stat info{};
@@ -23,8 +24,9 @@ std::string NamespaceId(const char* path) {
 
 std::string Address::Serialize() const {
   std::ostringstream out;
-  out << kVersion << ' ' << process << ' ' << pid << ' ' << host << ' ' << node << ' ' << socket << ' ' << token << ' ' << probe_address
-      << ' ' << probe_value << ' ' << devices.size();
+  out << kVersion << ' ' << process << ' ' << pid << ' ' << host << ' ' << node << ' ' << socket << ' '
+      << (listen_address.empty() ? kNoAddress : listen_address) << ' ' << listen_port << ' ' << token << ' ' << probe_address << ' '
+      << probe_value << ' ' << devices.size();
   for (const DeviceEntry& device : devices) {
     out << ' ' << device.global_id << ' ' << device.local_ordinal << ' ' << static_cast<int>(device.platform);
   }
@@ -36,11 +38,12 @@ Result<Address> Address::Parse(const std::string& text) {
   std::string version;
   Address address;
   size_t device_count = 0;
-  in >> version >> address.process >> address.pid >> address.host >> address.node >> address.socket >> address.token >>
-      address.probe_address >> address.probe_value >> device_count;
+  in >> version >> address.process >> address.pid >> address.host >> address.node >> address.socket >> address.listen_address >>
+      address.listen_port >> address.token >> address.probe_address >> address.probe_value >> device_count;
   constexpr size_t kMostDevices = 1 << 16;
   if (!in || version != kVersion || device_count > kMostDevices)
     return InvalidArgument("not an address of this version of hoccl-jax: " + text);
+  if (address.listen_address == kNoAddress) address.listen_address.clear();
   address.devices.resize(device_count);
   for (DeviceEntry& device : address.devices) {
     int platform = 0;

@@ -24,9 +24,11 @@ struct DeviceEntry {
 struct Address {
   int process = 0;
   int64_t pid = 0;
-  std::string host;            // equal for processes that can meet through local sockets and read each other's memory
-  std::string node;            // of the scheduler's topology: the host, or what HOCCL_NODE_ID says, so that one host can play several nodes
-  std::string socket;          // name of the listening local socket
+  std::string host;    // equal for processes that can meet through local sockets and read each other's memory
+  std::string node;    // of the scheduler's topology: the host, or what HOCCL_NODE_ID says, so that one host can play several nodes
+  std::string socket;  // name of the listening local socket
+  std::string listen_address = {};  // numeric, for connections from other hosts; empty: there can be none
+  int listen_port = 0;
   std::string token;           // whoever connects must present it
   uint64_t probe_address = 0;  // where in the process's memory ...
   uint64_t probe_value = 0;    // ... this value stands, to find out whether it can be read

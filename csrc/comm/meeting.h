@@ -44,6 +44,7 @@ struct LocalPost {
 
   int unfinished = 0;        // flows of this process that touch its buffers, and processes that read its operand, yet to end
   int active = 0;            // of the flows, those that run
+  int sends = 0;             // requests of other hosts' processes that are served; counted in the two above too
   std::vector<int> readers;  // processes that may still read the operand
 
   // The list of posts that wait, oldest first.

@@ -1,5 +1,5 @@
-// What proxies tell each other. One message is one packet of a local socket; both ends are the same build on the same host, so the layout
-// is the struct's.
+// What proxies tell each other. One message is one packet of a local socket or one frame of a TCP connection; both ends are the same build,
+// on hosts of one architecture, so the layout is the struct's.
 #ifndef HOCCL_COMM_MESSAGE_H_
 #define HOCCL_COMM_MESSAGE_H_
 
@@ -29,6 +29,10 @@ enum class MessageType : uint32_t {
   kFailed,      // the meeting has failed; text: why
   kFailedToo,   // the same, passed on to a process that may not have been told; for a meeting that it has, not for latecomers
   kStep,        // a plan's step of the sender is over; number: which, rank: the spokesman of its process, segment: where its slots are
+  kPull,        // the receiver shall send of its rank's operand what text says (PullRequest), by the network; address: as in kPost
+  kPullEnded,   // of the request `number` (its notification) the sender has written `segment` chunks and will write no more
+  kEndpoints,   // text: where the sender's transport expects the receiver's writes
+  kHeartbeat,   // the sender is alive; between nodes only
   kGoodbye,     // the sender leaves in order
   kFlags,       // with the descriptor of the sender's flags
   kMailbox,     // with the descriptor of the sender's mailbox
@@ -45,7 +49,7 @@ struct Message {
   MeetingKey key;
   int64_t device = 0;       // kPost: global id of the rank's device
   uint64_t signature = 0;   // kPost: Call::signature
-  uint64_t address = 0;     // kPost: of the operand in the sender's memory
+  uint64_t address = 0;     // kPost: of the operand in the sender's memory; tells its process which post a kPull means
   int64_t segment = -1;     // kPost: offset of the operand in the sender's shared segment, -1 if it is not there
   uint64_t serial = 0;      // kPost, kStep: which of the sender's meetings, under a plan
   uint32_t occurrence = 0;  // kPost: for messages to people
@@ -57,6 +61,9 @@ struct Message {
     std::memcpy(text, value.data(), text_bytes);
   }
   std::string_view GetText() const { return {text, std::min<size_t>(text_bytes, sizeof(text))}; }
+
+  // Is this what arrived whole?
+  bool HasSize(size_t size) const { return size >= offsetof(Message, text) && size == offsetof(Message, text) + text_bytes; }
 
   // Only the used part of the text travels.
   std::span<const std::byte> bytes() const { return std::as_bytes(std::span(this, 1)).first(offsetof(Message, text) + text_bytes); }

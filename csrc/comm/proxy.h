@@ -1,17 +1,24 @@
-// The thread that talks to the other processes of the host, and keeps time. Everything it hears goes to a listener.
+// The thread that talks to the other processes, and keeps time. Everything it hears goes to a listener. Processes of other hosts are
+// reached by TCP; they send a sign of life now and then, and whoever is not heard of for too long is lost.
 #ifndef HOCCL_COMM_PROXY_H_
 #define HOCCL_COMM_PROXY_H_
+
+#include <poll.h>
 
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "csrc/base/channel.h"
 #include "csrc/base/status.h"
+#include "csrc/base/tcp_socket.h"
 #include "csrc/base/unique_fd.h"
 #include "csrc/comm/address.h"
 #include "csrc/comm/message.h"
@@ -41,11 +48,18 @@ struct ProxyOptions {
   CrossMemory cross_memory = CrossMemory::kAuto;
   std::chrono::milliseconds tick{1000};
   std::chrono::milliseconds timeout{300'000};  // for a peer to answer a connection
+
+  // Between hosts:
+  std::string listen_address = {};                      // numeric; empty: this process can't be reached from other hosts
+  PortRange ports = {};                                 // to listen on
+  std::chrono::milliseconds heartbeat_timeout{30'000};  // a peer that is not heard of for so long is lost
+  std::function<Status()> open_network = {};            // called before the first connection with another host; its error is that one's
+  bool between_nodes = false;                           // the same between nodes of one host
 };
 
 class Proxy {
  public:
-  // Listens at once; calls `listener` only after Run.
+  // Listens at once, so that `self` says where; calls `listener` only after Run.
   static Result<std::unique_ptr<Proxy>> Create(const ProxyOptions& options, const SharedSegment* segment);
   ~Proxy();
 
@@ -54,7 +68,9 @@ class Proxy {
   // Says goodbye and ends the thread. No listener call runs afterwards.
   void Stop();
 
-  // Connects both ways with a process of this host. Thread-safe, idempotent.
+  const Address& self() const { return options_.self; }
+
+  // Connects both ways with a process. Thread-safe, idempotent.
   Status Connect(const Address& peer);
 
   // Queues if the peer is slow; false if the process is not connected, or gone. `fd` goes with the message and stays the caller's.
@@ -62,16 +78,20 @@ class Proxy {
 
   // Cuts the connections with a process that does not answer, which it will notice when it wakes. Only from within a listener call.
   void Abandon(int process, const std::string& how);
+  // The same from any thread, a little later.
+  void AbandonSoon(int process, const std::string& how);
 
   // Of connected processes:
   bool Connected(int process) const;
+  bool ByNetwork(int process) const;  // not through the host's own means
   bool CanReadUs(int process) const;  // it reads this process's memory directly
   bool CanRead(int process) const;    // and this one its
   pid_t Pid(int process) const;
   const std::byte* PeerSegment(int process, int64_t offset) const;
   const Address& PeerAddress(int process) const;
-  // Its devices; empty when not connected.
+  // Its devices and its node; empty when not connected.
   std::vector<DeviceEntry> Devices(int process) const;
+  std::string Node(int process) const;
 
  private:
   struct Peer;
@@ -80,25 +100,37 @@ class Proxy {
   Proxy(const ProxyOptions& options, const SharedSegment* segment);
 
   void Loop();
-  void Accept();
+  void Poll();
+  void Accept(const UniqueFd& listener, bool over_network);
   bool Greet(Newcomer* newcomer);  // true when it is done with, admitted or not
+  void KeepAlive();
+  void DrainBacklogs();
   void Receive(int process);
-  void Flush(Peer* peer);
+  void Queue(Peer* peer, const Message& message, int fd);
+  bool Flush(Peer* peer);  // false: it is gone
   void Lose(int process, const std::string& how, bool in_order);
   Status OpenOutgoing(const Address& address);
+  bool GoesByNetwork(const Address& address) const;
+  Result<UniqueFd> ConnectByNetwork(const Address& address);
+  std::chrono::milliseconds HeartbeatInterval() const;
   Status WaitUntilMutual(int process);
   void Wake();
 
   const ProxyOptions options_;
   const SharedSegment* const segment_;
   ProxyListener* listener_ = nullptr;
-  UniqueFd socket_;
+  UniqueFd local_listener_;
+  UniqueFd network_listener_;
   UniqueFd wake_;  // eventfd
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by process; null for this one
-  std::vector<Newcomer> newcomers_;           // of the thread alone
+  std::deque<Newcomer> newcomers_;            // of the thread alone, oldest first
+  std::chrono::steady_clock::time_point next_heartbeat_{};
+  std::vector<pollfd> polled_;  // Poll's, kept for their memory
+  std::vector<int> owners_;
+  std::vector<std::pair<int, std::string>> to_abandon_;
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -68,7 +68,9 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
 
 Status Rendezvous::ShareOperand(const PostRequest& request, int64_t* segment) {
   const std::vector<int>& readers = request.plan->ranks[request.rank].readers;
-  const bool readable = std::all_of(readers.begin(), readers.end(), [&](int process) { return services_.proxy->CanReadUs(process); });
+  const bool readable = std::all_of(readers.begin(), readers.end(), [&](int process) {
+    return services_.proxy->CanReadUs(process) || services_.proxy->ByNetwork(process);
+  });
   if (readable || !SidesOf(request.plan->call->operation.kind).sends) return {};
   const int64_t bytes = request.plan->call->operation.OperandBytes();
   Result<int64_t> offset = services_.segment->Allocate(bytes);
@@ -331,7 +333,9 @@ void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Acti
   meeting->flows[index] = FlowState::kEnded;
   if (status.ok()) {
     const int64_t bytes = meeting->transfers[index].bytes();
-    if (bytes > 0) services_.statistics->CountBytes(flow.src == flow.dst ? Engine::kLocalCopy : Engine::kHost, bytes);
+    const bool by_network = meeting->transfers[index].source().sender >= 0;
+    const Engine engine = flow.src == flow.dst ? Engine::kLocalCopy : by_network ? Engine::kNic : Engine::kHost;
+    if (bytes > 0) services_.statistics->CountBytes(engine, bytes);
   } else if (!meeting->failed()) {
     const Communicator& communicator = meeting->plan->communicator;
     const Status failure(status.code(), meeting->Describe(ReceiverOf(meeting, flow.dst)->occurrence) + ": copying from " +
@@ -402,13 +406,19 @@ void Rendezvous::Perform(Actions* actions) {
     }
     actions->messages.clear();
     for (Transfer* transfer : actions->transfers) {
-      if (services_.executor->IsInline(*transfer)) {
+      if (transfer->source().sender >= 0) {  // the one place where a flow takes the way between hosts
+        services_.remote->Receive(transfer);
+      } else if (services_.executor->IsInline(*transfer)) {
         actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
       } else {
         services_.executor->Submit(transfer);
       }
     }
     actions->transfers.clear();
+    for (const auto& [process, request, post, operand] : actions->sends) services_.remote->Send(process, request, operand, post);
+    actions->sends.clear();
+    for (LocalPost* post : actions->cancelled) services_.remote->Cancel(post);
+    actions->cancelled.clear();
     for (auto& [lane, completion, outcome] : actions->notices) {
       if (outcome.ok() && actions->cut_off) outcome = Unavailable("this process was taken for dead and cut off while it read from a peer");
       lane->Notify(completion, std::move(outcome));
@@ -436,6 +446,9 @@ void Rendezvous::OnTransferDone(Transfer* transfer, Status status) {
 }
 
 void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none comes with these*/) {
+  if (message.type == MessageType::kEndpoints) return services_.remote->SetEndpoints(process, std::string(message.GetText()));
+  if (message.type == MessageType::kPullEnded)
+    return services_.remote->EndPull(process, static_cast<uint32_t>(message.number), message.segment);
   if (message.group_size < 1 || message.group_size > kLargestGroup || message.rank < 0 || message.rank >= message.group_size) return;
   Actions* actions = Actions::OfThisThread();
   {
@@ -450,6 +463,9 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
         break;
       case MessageType::kStep:
         OnStep(process, message, actions);
+        break;
+      case MessageType::kPull:
+        OnPull(process, message, actions);
         break;
       case MessageType::kFailed:
       case MessageType::kFailedToo:
@@ -473,7 +489,9 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   remote.serial = message.serial;
   TakeEarlyNotices(meeting, process, message.serial);
   remote.brought = message.GetText();
-  if (services_.proxy->CanRead(process)) {
+  if (services_.proxy->ByNetwork(process)) {
+    remote.source = {.address = message.address, .sender = process};
+  } else if (services_.proxy->CanRead(process)) {
     remote.source = {.process = services_.proxy->Pid(process), .address = message.address};
   } else if (message.segment >= 0) {
     remote.source = {.local = services_.proxy->PeerSegment(process, message.segment)};

@@ -27,6 +27,7 @@
 #include "csrc/comm/statistics.h"
 #include "csrc/device/host/shared_segment.h"
 #include "csrc/p2p/executor.h"
+#include "csrc/p2p/remote_path.h"
 
 namespace hoccl {
 
@@ -42,11 +43,12 @@ struct PostRequest {
   Completion completion;                     // called on the lane, unless Post itself returns the outcome
 };
 
-class Rendezvous : public TransferObserver, public ProxyListener {
+class Rendezvous : public TransferObserver, public ProxyListener, public RemoteControl {
  public:
   struct Services {
     int process = 0;
     Executor* executor = nullptr;
+    RemotePath* remote = nullptr;
     Proxy* proxy = nullptr;
     SharedSegment* segment = nullptr;
     Statistics* statistics = nullptr;
@@ -65,13 +67,18 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void Close(const std::string& reason);
 
   void OnTransferDone(Transfer* transfer, Status status) override;
-  void OnProcessConnected(int) override {}
+  void OnProcessConnected(int process) override;
   void OnMessage(int process, const Message& message, UniqueFd fd) override;
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override;
 
   // Waits until this process has forwarded what others need of it, in operations that its own ranks are done with; not longer than `most`.
   void AwaitForwarding(std::chrono::milliseconds most);
+  void SendPull(const Transfer& transfer, const PullRequest& request) override;
+  void SendPullEnded(int process, uint32_t notification, int64_t written) override;
+  void SendEndpoints(int process, const std::string& address) override;
+  void OnSendDone(void* post, const Status& status) override;
+  void OnPeerBroken(int process, const std::string& how) override;
 
   // Meetings that have not ended, failed ones that wait for latecomers included.
   int64_t OpenMeetings();
@@ -141,6 +148,7 @@ class Rendezvous : public TransferObserver, public ProxyListener {
   void ReleaseSlots(Meeting* meeting);
   bool IsForwarding();
 
+  void OnPull(int process, const Message& message, Actions* actions);
   void StopReading(LocalPost* post, int process);
   void AddWaiting(LocalPost* post);
   void RemoveWaiting(LocalPost* post);

@@ -23,14 +23,22 @@ struct Rendezvous::Actions {
     Transfer* transfer;
     Status status;
   };
+  struct RemoteSend {
+    int process;
+    PullRequest request;
+    LocalPost* post;
+    const std::byte* operand;
+  };
   std::vector<Outgoing> messages;
   std::vector<Transfer*> transfers;
+  std::vector<RemoteSend> sends;
+  std::vector<LocalPost*> cancelled;  // whose sends to other hosts shall end
   std::vector<Notice> notices;
   std::vector<Ended> ended;
   // A process that was cut off as dead has come back and learnt it by failing to send: what it read in the meantime may be rubbish.
   bool cut_off = false;
 
-  bool empty() const { return messages.empty() && transfers.empty() && notices.empty(); }
+  bool empty() const { return messages.empty() && transfers.empty() && sends.empty() && cancelled.empty() && notices.empty(); }
 
   // One for each thread, so that a known load allocates nothing.
   static Actions* OfThisThread() {

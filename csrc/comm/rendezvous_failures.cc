@@ -39,6 +39,7 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
     // Whoever told this process may not know of these; they must stop reading.
     for (int process : tell_others ? std::vector<int>() : slot.sender.readers)
       TellFailure(*meeting, process, MessageType::kFailedToo, actions);
+    if (slot.sender.sends > 0) actions->cancelled.push_back(&slot.sender);
     FinishIfOver(&slot.sender, actions);
     FinishIfOver(&slot.receiver, actions);
   }
@@ -170,6 +171,14 @@ void Rendezvous::OnTick() {
         if (!Contains(unresponsive, process)) unresponsive.push_back(process);
       }
     }
+    // A process of another host that neither sends what it was asked for nor says that it won't.
+    ForEachMeeting([&](Meeting* meeting) {
+      if (!meeting->failed() || now - meeting->failed_at < std::min<Clock::duration>(kGrace, services_.timeout)) return;
+      for (const Slot& slot : meeting->slots) {
+        if (slot.remote.active > 0 && slot.remote.source.sender >= 0 && !Contains(unresponsive, slot.remote.process))
+          unresponsive.push_back(slot.remote.process);
+      }
+    });
     ForEachMeeting([&](Meeting* meeting) {
       if (!meeting->failed() || now - meeting->failed_at < services_.timeout || meeting->running > 0) return;
       for (const Slot& slot : meeting->slots) {

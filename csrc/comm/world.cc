@@ -12,6 +12,7 @@
 
 #include "csrc/device/host/host_copy.h"
 #include "csrc/device/host/process_memory.h"
+#include "csrc/net/open_transport.h"
 #include "csrc/sched/ragged.h"
 
 namespace hoccl {
@@ -35,6 +36,21 @@ std::chrono::milliseconds TickFor(std::chrono::milliseconds timeout) {
 
 // How long a process that leaves waits for others to read what it has sent them, and forwards what they need.
 constexpr std::chrono::seconds kLeavingGrace{10};
+// The address on which other hosts reach this process; empty if they can't.
+Result<std::string> ListenAddress(const WorldOptions& options) {
+  const NetworkOptions& network = options.network;
+  if (options.process_count == 1 || (!HasTransport() && !network.make_transport)) return std::string();
+  if (!network.interface.empty()) return InterfaceAddress(network.interface);
+  if (network.coordinator.empty()) return std::string();
+  return AddressTowards(network.coordinator);
+}
+
+TransportFactory MakeTransportFactory(const NetworkOptions& network, const std::string& address) {
+  if (network.make_transport) return network.make_transport;
+  return [options = TransportOptions{.provider = network.provider, .address = address, .lanes = network.lanes}] {
+    return OpenTransport(options);
+  };
+}
 
 }  // namespace
 
@@ -66,10 +82,15 @@ struct World::BufferedSends {
 
 class World::Listeners : public ProxyListener {
  public:
-  explicit Listeners(std::vector<ProxyListener*> listeners) : listeners_(std::move(listeners)) {}
+  Listeners(std::vector<ProxyListener*> listeners, const Proxy* proxy, RemotePath* remote)
+      : listeners_(std::move(listeners)), proxy_(proxy), remote_(remote) {}
 
   void OnProcessConnected(int process) override {
-    for (ProxyListener* listener : listeners_) listener->OnProcessConnected(process);
+    // Streams need what passes between processes of one host only.
+    const bool by_network = proxy_->ByNetwork(process);
+    for (ProxyListener* listener : listeners_) {
+      if (listener == listeners_.front() || !by_network) listener->OnProcessConnected(process);
+    }
   }
   void OnMessage(int process, const Message& message, UniqueFd fd) override {
     // The rendezvous comes first; of CUDA's messages it takes none.
@@ -78,6 +99,7 @@ class World::Listeners : public ProxyListener {
   }
   void OnProcessLost(int process, const std::string& how, bool in_order) override {
     for (ProxyListener* listener : listeners_) listener->OnProcessLost(process, how, in_order);
+    remote_->Lose(process, how);  // after its operations have failed with the reason
   }
   void OnTick() override {
     for (ProxyListener* listener : listeners_) listener->OnTick();
@@ -85,6 +107,8 @@ class World::Listeners : public ProxyListener {
 
  private:
   const std::vector<ProxyListener*> listeners_;
+  const Proxy* const proxy_;
+  RemotePath* const remote_;
 };
 
 Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
@@ -94,28 +118,42 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   Result<SharedSegment> segment = SharedSegment::Create();
   if (!segment.ok()) return segment.status();
   world->segment_ = *std::move(segment);
+  Result<std::string> listen_address = ListenAddress(options);
+  if (!listen_address.ok()) return listen_address.status();
   Result<std::unique_ptr<Proxy>> proxy = Proxy::Create({.self = world->address_,
                                                         .process_count = options.process_count,
                                                         .cross_memory = options.cross_memory,
                                                         .tick = TickFor(options.timeout),
-                                                        .timeout = options.timeout},
+                                                        .timeout = options.timeout,
+                                                        .listen_address = *listen_address,
+                                                        .ports = options.network.ports,
+                                                        .heartbeat_timeout = options.network.heartbeat_timeout,
+                                                        .open_network = [world = world.get()] { return world->remote_->Open(); },
+                                                        .between_nodes = options.network.between_nodes},
                                                        &world->segment_);
   if (!proxy.ok()) return proxy.status();
   world->proxy_ = *std::move(proxy);
+  world->address_ = world->proxy_->self();
   world->executor_ = std::make_unique<Executor>(ExecutorOptions{.copy_threads = world->copy_threads_,
                                                                 .chunk_bytes = options.chunk_bytes,
                                                                 .inline_bytes = options.inline_bytes,
                                                                 .huge_pages = options.huge_pages,
                                                                 .background_patience = options.background_patience,
                                                                 .trace = &world->trace_});
+  world->remote_ = std::make_unique<RemotePath>(
+      RemotePathOptions{
+          .chunk_bytes = options.network.chunk_bytes, .in_flight = options.network.in_flight, .always_stage = options.network.always_stage},
+      MakeTransportFactory(options.network, *listen_address), world->executor_.get());
   world->rendezvous_ = std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
                                                                          .executor = world->executor_.get(),
+                                                                         .remote = world->remote_.get(),
                                                                          .proxy = world->proxy_.get(),
                                                                          .segment = &world->segment_,
                                                                          .statistics = &world->statistics_,
                                                                          .trace = &world->trace_,
                                                                          .timeout = options.timeout,
                                                                          .tick = TickFor(options.timeout)});
+  world->remote_->SetControl(world->rendezvous_.get());
   std::vector<ProxyListener*> listeners = {world->rendezvous_.get()};
   std::vector<DeviceEntry> cuda_devices;
   std::ranges::copy_if(options.devices, std::back_inserter(cuda_devices),
@@ -136,7 +174,7 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
     world->stream_futures_ = std::make_unique<StreamFutures>(world->streams_.get());
     listeners.push_back(world->streams_.get());
   }
-  world->listeners_ = std::make_unique<Listeners>(std::move(listeners));
+  world->listeners_ = std::make_unique<Listeners>(std::move(listeners), world->proxy_.get(), world->remote_.get());
   world->proxy_->Run(world->listeners_.get());
   return world;
 }
@@ -168,7 +206,9 @@ World::~World() {
   if (proxy_ != nullptr) proxy_->Stop();
   stream_futures_.reset();
   streams_.reset();
+  if (remote_ != nullptr) remote_->Stop();
   executor_.reset();  // lets running copies end, which finishes the posts they belong to
+  remote_.reset();
   rendezvous_.reset();
   lanes_.clear();  // delivers the last notices
 }
@@ -179,7 +219,7 @@ Status World::Connect(const std::string& text) {
   HOCCL_RETURN_IF_ERROR(proxy_->Connect(*address));
   const bool has_streams =
       std::ranges::any_of(address->devices, [](const DeviceEntry& device) { return device.platform == Platform::kCuda; });
-  return streams_ != nullptr && has_streams ? streams_->AwaitPeer(address->process) : Status();
+  return streams_ != nullptr && has_streams && !proxy_->ByNetwork(address->process) ? streams_->AwaitPeer(address->process) : Status();
 }
 
 Result<int64_t> World::GlobalId(Platform platform, int32_t ordinal) const {
@@ -262,6 +302,11 @@ Result<std::unique_ptr<StreamExchange::Binding>> World::BindStream(const std::sh
   if (streams_ == nullptr) return FailedPrecondition("hoccl_jax.init() found no CUDA device in this process");
   Result<Place> place = Find(call, Platform::kCuda, device, plans);
   if (!place.ok()) return place.status();
+  for (int process : place->plan->other_processes) {
+    if (!proxy_->ByNetwork(process)) continue;
+    return Unimplemented(call->operation.ToString() + ", communicator " + place->plan->communicator.ToString() + ": process " +
+                         std::to_string(process) + " is on another host, and CUDA devices work together on one host only as yet");
+  }
   return streams_->Bind(place->plan, place->rank);
 }
 
@@ -333,7 +378,9 @@ std::vector<World::ProcessView> World::Processes() const {
     const bool connected = self || proxy_->Connected(process);
     views.push_back({.process = process,
                      .connected = connected,
+                     .node = self ? address_.node : proxy_->Node(process),
                      .direct_reads = self || (connected && proxy_->CanRead(process)),
+                     .by_network = connected && proxy_->ByNetwork(process),
                      .devices = self ? options_.devices : proxy_->Devices(process)});
   }
   return views;

@@ -22,6 +22,7 @@
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/comm/stream_futures.h"
 #include "csrc/p2p/executor.h"
+#include "csrc/p2p/remote_path.h"
 #include "csrc/sched/plan_cache.h"
 
 namespace hoccl {
@@ -29,6 +30,21 @@ namespace hoccl {
 // How operations of groups that span several nodes run on CPU devices: by a plan of the scheduler (kPlan), each flow directly (kDirect), or
 // by a plan from the size on at which stages pay (kAuto).
 enum class Schedule { kAuto, kPlan, kDirect };
+
+// How processes of different hosts reach each other.
+struct NetworkOptions {
+  std::string provider = "tcp";   // of libfabric
+  std::string interface = {};     // name or address; empty: that which leads to ...
+  std::string coordinator = {};   // ... this host; empty too: the process can't be reached from other hosts
+  PortRange ports = {};           // for control connections
+  int lanes = 2;                  // connections that carry data to each process
+  int64_t chunk_bytes = 1 << 20;  // of a write
+  int in_flight = 8;              // writes to each process at a time
+  bool always_stage = false;      // through staging buffers even where memory needs none
+  bool between_nodes = false;     // between processes of one host too, when they belong to different nodes
+  std::chrono::milliseconds heartbeat_timeout{30'000};
+  TransportFactory make_transport = {};  // in place of the one that this build has
+};
 
 struct WorldOptions {
   int process = 0;
@@ -44,6 +60,7 @@ struct WorldOptions {
   Schedule schedule = Schedule::kAuto;
   PlanOptions plan = {.chunk_bytes = 256 << 10, .staging_bytes = 8 << 20};  // alike in all processes
   std::string node_id = {};                                                 // the node that this process belongs to; empty: its host
+  NetworkOptions network = {};
 
   // Of CUDA devices; StreamExchangeOptions explains them.
   int64_t dma_chunk_bytes = 8 << 20;
@@ -111,12 +128,15 @@ class World {
   struct ProcessView {
     int process;
     bool connected;
+    std::string node;
     bool direct_reads;  // this process reads its memory directly
+    bool by_network;    // or gets its data over the network
     std::vector<DeviceEntry> devices;
   };
   std::vector<ProcessView> Processes() const;
   const std::string& node() const { return address_.node; }
   int copy_threads() const { return copy_threads_; }
+  std::string transport() { return remote_->Describe(); }  // empty while there was no need of one
 
  private:
   explicit World(const WorldOptions& options);
@@ -153,6 +173,7 @@ class World {
   // Destroyed in the opposite order: the proxy first, which calls the rendezvous, and the executor, which calls it too, before it.
   std::unique_ptr<Rendezvous> rendezvous_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<RemotePath> remote_;
   std::unique_ptr<StreamExchange> streams_;
   std::unique_ptr<StreamFutures> stream_futures_;
   std::unique_ptr<Listeners> listeners_;

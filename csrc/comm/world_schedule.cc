@@ -39,8 +39,9 @@ Result<std::shared_ptr<const ProcessProgram>> World::ProgramFor(const Call& call
   const Operation& operation = call.operation;
   if (options_.schedule == Schedule::kDirect || !CanBePlanned(operation.kind)) return Program();
   if (options_.schedule == Schedule::kAuto && std::max(operation.OperandBytes(), operation.ResultBytes()) < kLeastPlanned) return Program();
-  // Slots are read through shared memory.
-  const auto elsewhere = [&](int process) { return AddressOf(process).host != address_.host; };
+  // Slots are read through shared memory. All processes of the group find the same: to each of them, some other one is elsewhere or none
+  // is.
+  const auto elsewhere = [&](int process) { return proxy_->ByNetwork(process); };
   if (std::ranges::any_of(communicator.processes, elsewhere)) return Program();
   const auto node_of = [&](int rank) -> const std::string& { return AddressOf(communicator.processes[rank]).node; };
   const auto leaves_node = [&](const Flow& flow) { return node_of(flow.src) != node_of(flow.dst); };

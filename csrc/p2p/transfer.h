@@ -17,11 +17,12 @@
 
 namespace hoccl {
 
-// Memory that this process can read: its own (or a mapped segment), or another process's.
+// Memory that this process can read: its own (or a mapped segment), or another process's; or what a process sends by the network.
 struct Source {
   const std::byte* local = nullptr;
   pid_t process = 0;     // when not 0, read from this process ...
   uint64_t address = 0;  // ... at this address in it
+  int sender = -1;       // when not -1: this process of the job sends it by the network, and `address` tells it which operand is meant
 };
 
 class Transfer;
@@ -44,6 +45,11 @@ class Transfer {
 
   // What a trace shows of it; to be set after Start, which clears it.
   TraceLabel label;
+
+  const Source& source() const { return source_; }
+  std::byte* dst() const { return dst_; }
+  TransferObserver* observer() const { return observer_; }
+  const StridedCopy& copy() const { return copy_; }
   bool background() const { return background_; }
 
   // For the observer's own use.

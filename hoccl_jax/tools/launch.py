@@ -193,6 +193,8 @@ class Ranks:
       join_job: False leaves `jax.distributed.initialize` to the program, which finds its three arguments in the environment:
         JAX_COORDINATOR_ADDRESS, HOCCL_LAUNCH_WORLD and HOCCL_LAUNCH_RANK (set in any case). A job of one rank has nobody to join: it runs
         as the program alone would.
+      command: what to put in front of each rank's command line, for instance `["numactl", "--cpunodebind=0"]`. It must end in that
+        program by exec.
       coordinator: `host:port` of rank 0 in a job over several hosts; None takes a free port of the loopback interface.
       first_rank, world: this launcher's first rank, and the number of ranks in the whole job (None: the last one is started here).
       heartbeat_timeout_s: seconds without a sign of life after which JAX's coordination service gives a process up.
@@ -208,6 +210,7 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         echo: Sink | None = None,
         join_job: bool = True,
+        command: Sequence[str] = (),
         coordinator: str | None = None,
         first_rank: int = 0,
         world: int | None = None,
@@ -223,7 +226,7 @@ class Ranks:
         environment |= env or {}
         lifeline, self._lifeline = os.pipe()
         # By path and with -P: the child's module search path is what the program would see, wherever this package lies.
-        argv = [sys.executable, "-P", str(pathlib.Path(__file__).with_name("_rank.py")), f"--lifeline={lifeline}"]
+        argv = [*command, sys.executable, "-P", str(pathlib.Path(__file__).with_name("_rank.py")), f"--lifeline={lifeline}"]
         if join_job and world > 1:
             argv += [f"--coordinator={coordinator}", f"--world={world}", f"--heartbeat-timeout-s={heartbeat_timeout_s}"]
         self._ended: queue.Queue[int] = queue.Queue()

@@ -22,17 +22,21 @@ def lost(process: int) -> str:
     return rf"process {process}\b.*(has died|No such process)"
 
 
+def environment() -> dict[str, str]:
+    """With which ranks find this package and the tests."""
+    return {"PYTHONPATH": os.pathsep.join([_PACKAGE_PARENT, str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def start(
     program: str, *args: str, processes: int, devices: int, env: dict[str, str] | None = None, heartbeat_timeout_s: int = 100
 ) -> launch.Ranks:
     """Starts tests/multiprocess/programs/<program>.py."""
-    path = os.pathsep.join([_PACKAGE_PARENT, str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     module = f"tests.multiprocess.programs.{program}"
     return launch.Ranks(
         ["-m", module, *args],
         processes=processes,
         devices=devices,
-        env={"PYTHONPATH": path, **(env or {})},
+        env={**environment(), **(env or {})},
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
 

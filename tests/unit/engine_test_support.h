@@ -18,8 +18,11 @@ namespace hoccl {
 // A job of `processes` worlds with `devices_each` devices each, connected with one another. Device d belongs to process d / devices_each.
 class Job {
  public:
-  // `nodes`: the node of each process; all on one if empty.
-  Job(int processes, int devices_each, WorldOptions options = {}, const std::vector<int>& nodes = {}) : devices_each_(devices_each) {
+  // `nodes`: the node of each process; all on one if empty. `by_network`: nodes reach each other as if each were a host of its own.
+  Job(int processes, int devices_each, WorldOptions options = {}, const std::vector<int>& nodes = {}, bool by_network = false)
+      : devices_each_(devices_each) {
+    options.network.between_nodes = by_network;
+    if (by_network) options.network.coordinator = "127.0.0.1";
     for (int process = 0; process < processes; ++process) {
       if (!nodes.empty()) options.node_id = std::to_string(nodes[process]);
       options.process = process;

@@ -39,6 +39,15 @@ def test_every_field_is_read_from_its_variable() -> None:
         "HOCCL_DMA_CHUNK_BYTES": ("4096", 4096),
         "HOCCL_IN_STREAM_BYTES": ("0", 0),
         "HOCCL_PATIENCE_US": ("0", 0),
+        "HOCCL_HEARTBEAT_TIMEOUT_S": ("2.5", 2.5),
+        "HOCCL_NET_PROVIDER": ("verbs;ofi_rxm", "verbs;ofi_rxm"),
+        "HOCCL_NET_INTERFACE": ("eth1", "eth1"),
+        "HOCCL_NET_PORTS": ("40000-40099", (40000, 40099)),
+        "HOCCL_NET_LANES": ("4", 4),
+        "HOCCL_NET_CHUNK_BYTES": ("65536", 65536),
+        "HOCCL_NET_IN_FLIGHT": ("2", 2),
+        "HOCCL_NET_STAGING": ("on", "on"),
+        "HOCCL_NET_BETWEEN": ("nodes", "nodes"),
     }
     fields = dataclasses.fields(Config)
     assert {field.metadata["variable"] for field in fields} == set(texts)
@@ -66,6 +75,8 @@ def test_every_field_is_read_from_its_variable() -> None:
         ("HOCCL_CROSS_MEMORY", "sometimes", "one of auto, on, off"),
         ("HOCCL_NODE_ID", "two words", "a text without spaces"),
         ("HOCCL_SCHEDULE", "best", "one of auto, plan, direct"),
+        ("HOCCL_NET_PORTS", "40099-40000", "a port or a range of ports"),
+        ("HOCCL_NET_CHUNK_BYTES", "5000", "a multiple of 4096"),
         ("HOCCL_LOG_LEVEL", "loud", "one of debug, info, warning, error, critical"),
     ],
 )

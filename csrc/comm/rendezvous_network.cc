@@ -1,0 +1,89 @@
+// The part of the rendezvous that serves the way between hosts: requests of receivers there, and what the remote path asks and reports.
+#include <cstring>
+#include <utility>
+
+#include "csrc/comm/rendezvous.h"
+#include "csrc/comm/rendezvous_actions.h"
+
+namespace hoccl {
+
+void Rendezvous::OnProcessConnected(int process) {
+  if (services_.proxy->ByNetwork(process)) services_.remote->Connect(process);
+}
+
+void Rendezvous::SendPull(const Transfer& transfer, const PullRequest& request) {
+  // The meeting stays as it is while the transfer runs.
+  const auto& meeting = *static_cast<const Meeting*>(transfer.owner);
+  Message message;
+  message.type = MessageType::kPull;
+  message.rank = meeting.plan->call->flows[transfer.index].src;
+  message.group_size = static_cast<int32_t>(meeting.slots.size());
+  message.key = meeting.key;
+  message.address = transfer.source().address;
+  message.SetText({reinterpret_cast<const char*>(&request), sizeof(request)});
+  services_.proxy->Send(transfer.source().sender, message);  // false: it is gone, and its loss ends the transfer
+}
+
+void Rendezvous::SendPullEnded(int process, uint32_t notification, int64_t written) {
+  Message message;
+  message.type = MessageType::kPullEnded;
+  message.number = static_cast<int32_t>(notification);
+  message.segment = written;
+  services_.proxy->Send(process, message);
+}
+
+void Rendezvous::SendEndpoints(int process, const std::string& address) {
+  Message message;
+  message.type = MessageType::kEndpoints;
+  if (address.size() > sizeof(message.text)) return OnPeerBroken(process, "has too many lanes (HOCCL_NET_LANES)");
+  message.SetText(address);
+  services_.proxy->Send(process, message);
+}
+
+void Rendezvous::OnPeerBroken(int process, const std::string& how) { services_.proxy->AbandonSoon(process, how); }
+
+void Rendezvous::OnPull(int process, const Message& message, Actions* actions) {
+  PullRequest request;
+  if (message.GetText().size() != sizeof(request)) return;
+  std::memcpy(&request, message.GetText().data(), sizeof(request));
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
+    if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size || meeting->failed()) continue;
+    LocalPost* post = &meeting->slots[message.rank].sender;
+    const bool meant = post->IsReadBy(process) && reinterpret_cast<uint64_t>(post->operand) == message.address;
+    if (!meant || !request.IsWithin(meeting->plan->call->operation.OperandBytes())) continue;
+    ++post->unfinished;
+    ++post->active;
+    ++post->sends;
+    actions->sends.push_back({process, request, post, post->operand});
+    return;
+  }
+  // Its meeting has failed, of which the receiver has been told or will be.
+  Message& ended = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
+  ended.type = MessageType::kPullEnded;
+  ended.number = static_cast<int32_t>(request.notification);
+  ended.segment = 0;
+}
+
+void Rendezvous::OnSendDone(void* context, const Status& status) {
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    auto* post = static_cast<LocalPost*>(context);
+    Meeting* meeting = post->meeting;
+    --post->unfinished;
+    --post->active;
+    --post->sends;
+    if (!status.ok() && !meeting->failed()) {
+      Fail(meeting,
+           Status(status.code(), meeting->Describe(post->occurrence) + ": sending from " +
+                                     meeting->plan->communicator.RankName(post->rank) + " failed: " + status.message()),
+           true, actions);
+    }
+    FinishIfOver(post, actions);
+    EraseIfOver(meeting);
+  }
+  Perform(actions);
+}
+
+}  // namespace hoccl

@@ -1,0 +1,159 @@
+// The remote path's sending side.
+#include <algorithm>
+#include <utility>
+
+#include "csrc/p2p/remote_path_parts.h"
+
+namespace hoccl {
+
+bool PullRequest::IsWithin(int64_t operand_bytes) const {
+  const auto in = [](int64_t value, int64_t low, int64_t high) { return value >= low && value <= high; };
+  constexpr int64_t kMost = int64_t{1} << 60;
+  if (!in(copy.row_bytes, 1, operand_bytes) || !in(copy.rows, 1, operand_bytes) || !in(copy.planes, 1, operand_bytes)) return false;
+  if (!in(copy.src_offset, 0, operand_bytes) || !in(copy.src_row_pitch, 0, operand_bytes) || !in(copy.src_plane_pitch, 0, operand_bytes))
+    return false;
+  const __int128 extent = static_cast<__int128>(copy.planes - 1) * copy.src_plane_pitch +
+                          static_cast<__int128>(copy.rows - 1) * copy.src_row_pitch + copy.row_bytes + copy.src_offset;
+  if (extent > operand_bytes || !in(chunk_bytes, 1, kMost) || !in(copy.dst_offset, 0, kMost)) return false;
+  const int64_t count = ChunkedCopy(copy, chunk_bytes).chunks();
+  return in(first_chunk, 0, count - 1) && in(chunks, 1, count - first_chunk) && (staged != 0 || chunk_bytes <= copy.row_bytes);
+}
+
+void RemotePath::StartOutgoing(int process, const PullRequest& request, const std::byte* operand, void* context) {
+  const auto peer = peers_.find(process);
+  if (peer == peers_.end()) return control_->OnSendDone(context, Unavailable("process " + std::to_string(process) + " is gone"));
+  Outgoing* outgoing = outgoing_.emplace_back(std::make_unique<Outgoing>()).get();
+  outgoing->process = process;
+  outgoing->request = request;
+  outgoing->operand = operand;
+  outgoing->context = context;
+  outgoing->chunks = ChunkedCopy(request.copy, request.chunk_bytes);
+  outgoing->next = request.first_chunk;
+  outgoing->end = request.first_chunk + request.chunks;
+  const bool may_pack = options_.always_stage || !transport_->registers_freely() || request.staged != 0;
+  if (may_pack) {
+    outgoing->error = send_slots_.Open(transport_.get(), 2 * options_.in_flight, static_cast<size_t>(options_.chunk_bytes));
+    if (outgoing->error.ok() && request.chunk_bytes > options_.chunk_bytes) {
+      outgoing->error = FailedPrecondition("process " + std::to_string(process) + " asks for chunks of " +
+                                           std::to_string(request.chunk_bytes) + " bytes, and the staging buffers here hold " +
+                                           std::to_string(options_.chunk_bytes) + ": HOCCL_NET_CHUNK_BYTES must be the same everywhere");
+    }
+    if (!outgoing->error.ok()) return EndIfOver(outgoing);
+  }
+  (request.background != 0 ? peer->second->background : peer->second->foreground).push_back(outgoing);
+}
+
+bool RemotePath::Pump(Peer* peer) {
+  bool progress = false;
+  while (!peer->packed.empty()) {
+    StagingSlot* slot = peer->packed.front();
+    if (Outgoing* outgoing = slot->outgoing; !outgoing->error.ok()) {
+      peer->packed.pop_front();
+      send_slots_.Release(slot);
+      --peer->in_flight;
+      --outgoing->active;
+      EndIfOver(outgoing);
+      continue;
+    }
+    if (!PostChunk(peer, slot->outgoing, slot->chunk, slot)) return progress;
+    peer->packed.pop_front();
+    progress = true;
+  }
+  while (peer->in_flight < options_.in_flight) {
+    std::deque<Outgoing*>& turns = peer->foreground.empty() ? peer->background : peer->foreground;
+    if (turns.empty()) break;
+    Outgoing* outgoing = turns.front();
+    if (!outgoing->error.ok()) {  // it ends when nothing of it is active any more
+      turns.pop_front();
+      continue;
+    }
+    const StridedCopy piece = outgoing->chunks.chunk(outgoing->next);
+    const bool direct = IsOneRun(piece) && transport_->registers_freely() && !options_.always_stage;
+    StagingSlot* slot = direct ? nullptr : send_slots_.Take();
+    if (!direct && slot == nullptr) break;
+    ++outgoing->active;
+    ++peer->in_flight;
+    if (direct && !PostChunk(peer, outgoing, outgoing->next, nullptr)) {
+      --outgoing->active;
+      --peer->in_flight;
+      break;
+    }
+    progress = true;
+    turns.pop_front();
+    const int64_t chunk = outgoing->next++;
+    if (outgoing->next < outgoing->end) turns.push_back(outgoing);
+    if (direct) continue;
+    slot->outgoing = outgoing;
+    slot->chunk = chunk;
+    StridedCopy packing = piece;
+    packing.dst_offset = 0;
+    packing.dst_row_pitch = piece.row_bytes;
+    packing.dst_plane_pitch = piece.row_bytes * piece.rows;
+    StartCopy(slot, {.local = outgoing->operand}, slot->memory, packing, outgoing->request.background != 0);
+  }
+  return progress;
+}
+
+// False: there was no room.
+bool RemotePath::PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, StagingSlot* slot) {
+  const StridedCopy piece = outgoing->chunks.chunk(chunk);
+  if (spare_flights_.empty()) spare_flights_.push_back(&flights_.emplace_back());
+  Flight* flight = spare_flights_.back();
+  const PullRequest& request = outgoing->request;
+  const NetworkWrite write{
+      .peer = peer->id,
+      .lane = peer->lane,
+      .source = slot != nullptr ? slot->memory : outgoing->operand + piece.src_offset,
+      .source_region = slot != nullptr ? send_slots_.region() : 0,
+      .bytes = static_cast<size_t>(piece.bytes()),
+      .target = request.target,
+      .target_offset = static_cast<uint64_t>(request.target_offset + (request.staged != 0 ? 0 : piece.dst_offset)),
+      .notification = request.notification,
+      .context = reinterpret_cast<uint64_t>(flight),
+  };
+  const Result<PostOutcome> outcome = transport_->Post(write);
+  if (!outcome.ok()) {
+    // The peer can't be closed from within its own loop.
+    if (outgoing->error.ok()) outgoing->error = outcome.status();
+    Enqueue({.kind = Command::Kind::kLose, .process = outgoing->process, .text = "can't be written to: " + outcome.status().message()});
+    control_->OnPeerBroken(outgoing->process, "can't be written to: " + outcome.status().message());
+    return false;
+  }
+  if (*outcome == PostOutcome::kAgain) {
+    again_ = true;
+    return false;
+  }
+  spare_flights_.pop_back();
+  *flight = {.process = outgoing->process, .outgoing = outgoing, .slot = slot};
+  if (slot != nullptr) slot->state = SlotState::kOnNetwork;
+  peer->lane = (peer->lane + 1) % transport_->lanes();
+  return true;
+}
+
+void RemotePath::OnPacked(StagingSlot* slot, const Status& status) {
+  Outgoing* outgoing = slot->outgoing;
+  const auto peer = peers_.find(outgoing->process);
+  if (!status.ok() && outgoing->error.ok()) outgoing->error = status;
+  if (peer != peers_.end() && outgoing->error.ok()) return peer->second->packed.push_back(slot);
+  send_slots_.Release(slot);
+  --outgoing->active;
+  if (peer != peers_.end()) --peer->second->in_flight;
+  EndIfOver(outgoing);
+}
+
+void RemotePath::EndIfOver(Outgoing* outgoing) {
+  if (outgoing->active > 0 || (outgoing->error.ok() && outgoing->next < outgoing->end)) return;
+  if (const auto peer = peers_.find(outgoing->process); peer != peers_.end()) {
+    std::erase(peer->second->foreground, outgoing);
+    std::erase(peer->second->background, outgoing);
+    if (outgoing->written < outgoing->request.chunks)
+      control_->SendPullEnded(outgoing->process, outgoing->request.notification, outgoing->written);
+  }
+  const auto own = std::ranges::find_if(outgoing_, [outgoing](const auto& other) { return other.get() == outgoing; });
+  void* context = outgoing->context;
+  const Status status = std::move(outgoing->error);
+  outgoing_.erase(own);
+  control_->OnSendDone(context, status);
+}
+
+}  // namespace hoccl
