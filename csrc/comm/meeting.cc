@@ -26,6 +26,8 @@ void Meeting::Reset(const MeetingKey& new_key, int group_size) {
   early.clear();
   starts.clear();
   running = 0;
+  stopped.clear();
+  slot_readers.clear();
   unfinished_posts = 0;
   failure = {};
   slots.resize(static_cast<size_t>(group_size));

@@ -104,6 +104,8 @@ struct Meeting {
   std::vector<int64_t> other_regions;  // those of other processes, once known
   std::vector<StepNotice> early;       // from before the plan was known
   int running = 0;                     // steps
+  std::vector<int> stopped;            // processes for which the meeting has failed and that read nothing any more
+  std::vector<int> slot_readers;       // after a failure: processes that may still read this one's slots
   std::vector<int> starts;             // scratch
 
   int unfinished_posts = 0;  // calls that devices of this process have made or will make, and that have not finished

@@ -50,6 +50,16 @@ bool PlanRun::Awaits(int process) const {
   return false;
 }
 
+std::vector<int> PlanRun::SlotReaders() const {
+  std::vector<int> readers;
+  for (size_t i = 0; i < others_over_.size(); ++i) {
+    const OtherStep& other = program_->others[i];
+    const bool known = std::ranges::find(readers, other.process) != readers.end();
+    if (other.reads_slot && !others_over_[i] && !known) readers.push_back(other.process);
+  }
+  return readers;
+}
+
 // One of the things that the step waits for is over.
 void PlanRun::Settle(int position, std::vector<int>* starts) {
   if (--before_[position] > 0) return;

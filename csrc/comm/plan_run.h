@@ -29,6 +29,8 @@ class PlanRun {
   bool over() const { return steps_left_ == 0 && others_left_ == 0; }
   // Are there steps of that process to hear of?
   bool Awaits(int process) const;
+  // Processes that may read slots of this one, now or later.
+  std::vector<int> SlotReaders() const;
 
  private:
   struct Port {

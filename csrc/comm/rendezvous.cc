@@ -464,6 +464,9 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
       case MessageType::kStep:
         OnStep(process, message, actions);
         break;
+      case MessageType::kStopped:
+        OnStopped(process, message);
+        break;
       case MessageType::kPull:
         OnPull(process, message, actions);
         break;
@@ -502,6 +505,7 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   }
   if (meeting->failed()) {
     Release(meeting, message.rank, actions);
+    SayStopped(*meeting, actions);
     return EraseIfOver(meeting);
   }
   // Has this device been expected at the same call of the same run with another group?

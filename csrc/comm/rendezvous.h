@@ -146,6 +146,8 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   void OnNotice(Meeting* meeting, const StepNotice& notice);
   void TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial);
   void ReleaseSlots(Meeting* meeting);
+  void SayStopped(const Meeting& meeting, Actions* actions) const;
+  void OnStopped(int process, const Message& message);
   bool IsForwarding();
 
   void OnPull(int process, const Message& message, Actions* actions);

@@ -25,6 +25,13 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
   meeting->failed_at = Clock::now();
   services_.statistics->CountFailure();
   std::erase_if(early_notices_, [&](const StepNotice& notice) { return notice.key == meeting->key; });
+  if (meeting->plan != nullptr && meeting->plan->program != nullptr) {
+    // Before the spokesman has come nobody takes a step of this process for its.
+    const int spokesman = ProcessProgram::SpokesmanOf(meeting->plan->communicator.processes, services_.process);
+    if (meeting->slots[spokesman].sender.posted) meeting->slot_readers = meeting->run.SlotReaders();
+    std::erase_if(meeting->slot_readers, [&](int process) { return Contains(meeting->stopped, process); });
+  }
+  SayStopped(*meeting, actions);
   std::vector<int> others;
   if (meeting->plan != nullptr) others = meeting->plan->other_processes;
   for (int rank = 0; rank < static_cast<int>(meeting->slots.size()); ++rank) {

@@ -124,7 +124,9 @@ void Rendezvous::EndStep(Meeting* meeting, int position, const Status& status, A
     --remote.unread;
     if (remote.unread == 0 || (meeting->failed() && remote.active == 0)) Release(meeting, step.from.rank, actions);
   }
-  if (!meeting->failed()) {
+  if (meeting->failed()) {
+    SayStopped(*meeting, actions);
+  } else {
     TellStep(*meeting, own, actions);
     meeting->run.OnEnd(position, &meeting->starts);
     StartSteps(meeting, actions);
@@ -190,9 +192,36 @@ void Rendezvous::TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial
   });
 }
 
+// Tells the processes of a failed meeting that nothing of theirs is read any more.
+void Rendezvous::SayStopped(const Meeting& meeting, Actions* actions) const {
+  if (meeting.running > 0) return;  // said when the last step has ended
+  std::vector<int> told;
+  for (const Slot& slot : meeting.slots) {
+    const RemotePost& remote = slot.remote;
+    if (remote.serial == 0 || std::ranges::find(told, remote.process) != told.end()) continue;
+    told.push_back(remote.process);
+    Message& message = actions->messages.emplace_back(Actions::Outgoing{remote.process, {}}).message;
+    message.type = MessageType::kStopped;
+    message.group_size = static_cast<int32_t>(meeting.slots.size());
+    message.key = meeting.key;
+    message.serial = remote.serial;
+  }
+}
+
+void Rendezvous::OnStopped(int process, const Message& message) {
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
+    if (meeting->serial != message.serial) continue;
+    meeting->stopped.push_back(process);  // the news of the failure may come later
+    std::erase(meeting->slot_readers, process);
+    return EraseIfOver(meeting);
+  }
+}
+
 void Rendezvous::ReleaseSlots(Meeting* meeting) {
-  if (meeting->region >= 0) services_.segment->Release(meeting->region);
-  meeting->region = -1;
+  // What another process may still read, not knowing of the failure, is not used again: it would take it for good.
+  if (meeting->region >= 0 && meeting->slot_readers.empty()) services_.segment->Release(meeting->region);
+  if (meeting->slot_readers.empty()) meeting->region = -1;
 }
 
 }  // namespace hoccl

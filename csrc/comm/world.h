@@ -124,6 +124,7 @@ class World {
   // Ends the trace and writes it.
   Status FinishTrace(const std::string& path) { return trace_.Finish(path, options_.process, address_.node); }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
+  int64_t segment_bytes_in_use() const { return segment_.bytes_in_use(); }
 
   struct ProcessView {
     int process;

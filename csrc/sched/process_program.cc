@@ -53,6 +53,7 @@ class Derivation {
   }
 
  private:
+  bool IsSlotOf(const Place& place, int process) const { return place.is_slot() && process_of_[place.rank] == process; }
   int ExecutorOf(int index) const { return process_of_[steps_[index].to.rank]; }
   bool IsForeignResult(const Step& step) const {
     return step.from.buffer == Buffer::kResult && process_of_[step.from.rank] != process_of_[step.to.rank];
@@ -196,7 +197,9 @@ class Derivation {
     if (executor == process) return;
     AddUnique(&result_.told[ProcessProgram::SpokesmanOf(process_of_, executor)], process);
     if (executor == process_) AddUnique(&result_.steps[position_[index]].tell, process);
-    if (process == process_) others_.try_emplace(index, OtherStep{.index = index, .process = executor, .next = {}});
+    if (process == process_)
+      others_.try_emplace(index,
+                          OtherStep{.index = index, .process = executor, .reads_slot = IsSlotOf(steps_[index].from, process), .next = {}});
   }
 
   const Plan& plan_;

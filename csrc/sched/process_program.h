@@ -38,6 +38,7 @@ struct ProcessStep {
 struct OtherStep {
   int index = 0;
   int process = 0;
+  bool reads_slot = false;  // of this process
   std::vector<int> next;
 };
 

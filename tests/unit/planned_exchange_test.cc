@@ -281,6 +281,26 @@ TEST(PlannedExchangeTest, ARankThatDoesNotComeIsNamedAtTheDeadlineAndGetsTheErro
   RunOnAll(job, MakeCall(AllGather(4000), {{0, 1, 2, 3}}, 1), 2, &random);
 }
 
+// Slots of failed meetings are free again once everybody has stopped reading them.
+TEST(PlannedExchangeTest, FailuresLeaveNoSlotsBehind) {
+  WorldOptions options = Planned();
+  options.timeout = milliseconds(60);
+  Job job(2, 1, options, {0, 1});
+  const std::vector<int32_t> small(4000), large(8000);
+  std::vector<std::vector<int32_t>> results(2, std::vector<int32_t>(16000));
+  for (int64_t run = 0; run < 20; ++run) {
+    Instance one(MakeCall(AllGather(4000), {{0, 1}}, 1)), other(MakeCall(AllGather(8000), {{0, 1}}, 1));
+    std::future<Status> first = one.Start(job.WorldOf(0), 0, run, small.data(), results[0].data());
+    std::future<Status> second = other.Start(job.WorldOf(1), 1, run, large.data(), results[1].data());
+    EXPECT_EQ(first.get().code(), Code::kInvalidArgument);
+    EXPECT_EQ(second.get().code(), Code::kInvalidArgument);
+  }
+  const auto all_free = [&] { return job.WorldOf(0).segment_bytes_in_use() + job.WorldOf(1).segment_bytes_in_use() == 0; };
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);  // ends a test that fails
+  while (!all_free() && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  EXPECT_TRUE(all_free());
+}
+
 TEST(PlannedExchangeTest, AProcessThatIsLostFailsThoseWhoWaitForIt) {
   Job job(3, 1, Planned(), {0, 1, 2});
   std::vector<Instance> instances(3, Instance(MakeCall(AllGather(4000), {{0, 1, 2}}, 1)));

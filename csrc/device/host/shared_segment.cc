@@ -70,6 +70,13 @@ Result<int64_t> SharedSegment::Allocate(int64_t bytes) {
   return offset;
 }
 
+int64_t SharedSegment::bytes_in_use() const {
+  std::lock_guard lock(regions_->mutex);
+  int64_t bytes = 0;
+  for (const auto& [offset, size] : regions_->taken) bytes += size;
+  return bytes;
+}
+
 void SharedSegment::Release(int64_t offset) {
   std::lock_guard lock(regions_->mutex);
   auto& [mutex, size, free, taken] = *regions_;

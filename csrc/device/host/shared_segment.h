@@ -38,6 +38,8 @@ class SharedSegment {
   Result<int64_t> Allocate(int64_t bytes);
   void Release(int64_t offset);
 
+  int64_t bytes_in_use() const;
+
   std::byte* at(int64_t offset) const { return mapping_.at(offset); }
   const UniqueFd& fd() const { return fd_; }
 
