@@ -28,8 +28,8 @@ _active = jax_config.config_ext.Config[bool]("hoccl_override_lax", False, includ
 def override_lax(enable: bool = True) -> Iterator[None]:
     """Within it, programs that this thread compiles run jax.lax's collectives on hoccl_jax; with `enable=False`, as JAX runs them.
 
-    The collectives: all_gather (with any `to`), all_to_all, ppermute, pshuffle and pbroadcast, also where a transposition makes them, on
-    CPU and CUDA devices; psend, precv and ragged_all_to_all on CPU devices. Reductions, JAX's internal asynchronous forms, other platforms,
+    The collectives: all_gather (with any `to`), all_to_all, ppermute, pshuffle and pbroadcast, also where a transposition makes them, psend
+    and precv, on CPU and CUDA devices; ragged_all_to_all on CPU devices. Reductions, JAX's internal asynchronous forms, other platforms,
     and programs over an abstract mesh or with symbolic shapes stay JAX's own; `hoccl_jax.stats()["fallbacks"]` counts the call sites of
     the last two kinds.
 
@@ -74,7 +74,7 @@ def _rule(name: str, ours: Callable[..., Any], platform: str, theirs: Callable[.
 @functools.cache
 def _install() -> None:
     for collective in primitives.COLLECTIVES:
-        for platform in ("cpu",) if collective.one_sided else primitives.PLATFORMS:
+        for platform in primitives.PLATFORMS:
             # Sends and receives are numbered as they are lowered, so two equal ones must not share a lowering.
             _register(collective.twin, functools.partial(primitives.lower, collective, platform), platform, not collective.one_sided)
     _register(ragged.TWIN, ragged.lower, "cpu", True)

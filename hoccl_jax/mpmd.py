@@ -60,7 +60,8 @@ for _effect in (Ordered, Unordered):
 def send(x: Any, dst: Peer | Sequence[Peer], *, tag: int = 0, priority: Priority = "foreground") -> None:
     """Sends x to a program on another device, which takes it with `recv`.
 
-    The send is over when x has been copied; it does not wait for the receive, so two programs may both send first.
+    The send is over when x has been copied; it does not wait for the receive, so two programs may both send first. On GPUs the copy is in
+    memory beside XLA's pool (XLA_PYTHON_CLIENT_MEM_FRACTION leaves it room) until it is received.
 
     Args:
       x: array, or a pytree of arrays, each of which is a message.
@@ -96,7 +97,7 @@ def recv(shape_dtype: Any, src: Peer | Sequence[Peer], *, tag: int = 0, priority
     Raises:
       ValueError, TimeoutError: as `send`; jax.errors.JaxRuntimeError when it runs, on both sides, if the message has another shape or type,
         if none comes within HOCCL_TIMEOUT_S, or if the source's process has died. JAX then lets later messages of the same source,
-        destination and tag fail as well.
+        destination and tag fail as well. On GPUs, the next operation raises it, or `hoccl_jax.check_errors`.
     """
     peers, options = _checked(src, "src", tag), checked_options(priority, False)
     manual = tuple(mesh_lib.get_abstract_mesh().manual_axes)

@@ -1,8 +1,7 @@
-// How an operation of the engine ends a custom call of XLA:CPU, and how its handlers get at buffers.
+// How an operation of the engine ends a custom call of XLA:CPU.
 #ifndef HOCCL_XLA_FFI_CPU_COMPLETION_H_
 #define HOCCL_XLA_FFI_CPU_COMPLETION_H_
 
-#include <cstddef>
 #include <memory>
 #include <utility>
 
@@ -52,11 +51,6 @@ inline xla::ffi::Future FailedFuture(const Status& status) {
   xla::ffi::Future future(promise);
   promise.SetError(ToFfiError(status));
   return future;
-}
-
-// A send's result and a recv's operand are tokens, which have no bytes.
-inline std::byte* BytesOf(const xla::ffi::AnyBuffer& buffer) {
-  return buffer.element_type() == xla::ffi::DataType::TOKEN ? nullptr : static_cast<std::byte*>(buffer.untyped_data());
 }
 
 }  // namespace hoccl

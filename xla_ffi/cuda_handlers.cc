@@ -27,15 +27,13 @@ struct CudaState {
 ffi::TypeId CudaState::id = {};
 const ffi::TypeInfo kCudaStateInfo = ffi::MakeTypeInfo<CudaState>();
 
-CUdeviceptr AddressOf(const ffi::AnyBuffer& buffer) { return reinterpret_cast<CUdeviceptr>(buffer.untyped_data()); }
+CUdeviceptr AddressOf(const ffi::AnyBuffer& buffer) { return reinterpret_cast<CUdeviceptr>(BytesOf(buffer)); }
 
 ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary attributes) {
   Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
   if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
-  const Kind kind = (*call)->operation.kind;
-  if (kind == Kind::kSend || kind == Kind::kRecv || kind == Kind::kRaggedAllToAll) {
-    return ffi::Unexpected(ToFfiError(Unimplemented(std::string(KindName(kind)) + ": not on CUDA devices; use ppermute there")));
-  }
+  if (const Kind kind = (*call)->operation.kind; kind == Kind::kRaggedAllToAll)
+    return ffi::Unexpected(ToFfiError(Unimplemented(std::string(KindName(kind)) + ": not on CUDA devices")));
   return std::make_unique<CudaState>(*std::move(call));
 }
 

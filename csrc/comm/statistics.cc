@@ -8,6 +8,8 @@ std::string_view EngineName(Engine engine) {
       return "host";
     case Engine::kLocalCopy:
       return "local_copy";
+    case Engine::kStaging:
+      return "staging";
     case Engine::kPeerDma:
       return "peer_dma";
     case Engine::kNic:

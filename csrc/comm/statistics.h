@@ -13,9 +13,10 @@
 
 namespace hoccl {
 
-// What moved the bytes. Own slices are counted apart, because on a GPU a copy within one device may run on the SMs.
-enum class Engine : uint8_t { kHost, kLocalCopy, kPeerDma, kNic, kFallback };
-inline constexpr int kEngines = 5;
+// What moved the bytes. Own slices are counted apart, because on a GPU a copy within one device may run on the SMs; so are copies into and
+// out of buffers of the engine's own.
+enum class Engine : uint8_t { kHost, kLocalCopy, kStaging, kPeerDma, kNic, kFallback };
+inline constexpr int kEngines = 6;
 std::string_view EngineName(Engine engine);
 
 class Statistics {

@@ -14,9 +14,11 @@ namespace {
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
 // Own slices from this size on are copied beside the pushes instead of before them.
 constexpr int64_t kLargeOwnBytes = 8 << 20;
-// How long a device's thread polls without a pause for pushes that can't start, and how long it then pauses.
+// How long a device's thread polls without a pause for pushes that can't start. Then it pauses for a part of the time that it has waited.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
+constexpr std::chrono::microseconds kLongestPause{1000};
+constexpr int kPauses = 64;
 constexpr std::chrono::milliseconds kWatch{50};
 
 void Relax() {
@@ -44,6 +46,9 @@ StreamExchange::StreamExchange(const StreamExchangeOptions& options, Proxy* prox
 Status StreamExchange::StartDevices() {
   const Result<const cuda::Driver*> driver = cuda::LoadDriver(options_.driver);
   if (!driver.ok()) return driver.status();
+  Result<std::unique_ptr<FlagPage>> flags = FlagPage::Create(kFlags);
+  if (!flags.ok()) return flags.status();
+  resources_->flags = *std::move(flags);
   for (const DeviceEntry& entry : options_.devices) {
     Result<std::unique_ptr<cuda::CudaDevice>> cuda = cuda::CudaDevice::Attach(**driver, entry.local_ordinal);
     if (!cuda.ok()) return cuda.status();
@@ -60,12 +65,10 @@ Status StreamExchange::StartDevices() {
     Result<std::unique_ptr<cuda::CopyStream>> own_copies = cuda::CopyStream::Create(**cuda);
     if (!own_copies.ok()) return own_copies.status();
     device->own_copies = *std::move(own_copies);
+    device->staging = std::make_unique<DeviceStaging>(**cuda, resources_->flags.get());
     resources_->devices.push_back(*std::move(cuda));
     devices_.push_back(std::move(device));
   }
-  Result<std::unique_ptr<FlagPage>> flags = FlagPage::Create(kFlags);
-  if (!flags.ok()) return flags.status();
-  resources_->flags = *std::move(flags);
   if (!devices_.empty()) HOCCL_RETURN_IF_ERROR(resources_->flags->memory().Register(*devices_.front()->cuda));
   Result<std::unique_ptr<Mailbox>> mailbox = Mailbox::Create(options_.process_count);
   if (!mailbox.ok()) return mailbox.status();
@@ -84,6 +87,7 @@ void StreamExchange::Close() {
   };
   std::unique_lock lock(mutex_);
   while (!failed_ && !idle() && Clock::now() < until) peers_changed_.wait_for(lock, std::chrono::milliseconds(1));
+  DropSends(-1);
   if (!idle()) Fail(Aborted("hoccl_jax has been shut down in this process"), true);
   stopping_ = true;
   for (const auto& device : devices_) device->wake.notify_all();
@@ -137,7 +141,7 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
     binding->AddPair(first, end - first, options_.process, &arrivals, &users);
   }
   for (Binding::Out& out : binding->out_) out.users = users[out.dst];
-  binding->arrivals_ = arrivals[rank];
+  binding->arrivals_ = SidesOf(plan->call->operation.kind).receives ? arrivals[rank] : 0;
   const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size());
   const Result<uint32_t> slot = resources_->flags->AcquireSlots(slots);
   if (!slot.ok()) return slot.status();
@@ -164,6 +168,7 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
 void StreamExchange::Binding::AddPair(int first, int count, int this_process, std::vector<uint32_t>* arrivals, std::vector<int>* users) {
   const std::vector<Flow>& flows = plan_->call->flows;
   const auto& [src, dst, copy] = flows[first];
+  const Sides sides = SidesOf(plan_->call->operation.kind);
   if (src == dst) {
     for (int i = first; src == rank_ && i < first + count; ++i) own_.push_back(flows[i].copy);
     return;
@@ -171,9 +176,9 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, st
   const uint32_t arrival = (*arrivals)[dst]++;
   const int source = plan_->communicator.processes[src];
   if (source == this_process) ++(*users)[dst];
-  if (src == rank_)
+  if (sides.sends && src == rank_)
     out_.push_back({.dst = dst, .first = first, .count = count, .arrival = arrival, .departure = static_cast<uint32_t>(out_.size())});
-  if (dst == rank_ && std::find(sources_.begin(), sources_.end(), source) == sources_.end()) sources_.push_back(source);
+  if (sides.receives && dst == rank_ && std::find(sources_.begin(), sources_.end(), source) == sources_.end()) sources_.push_back(source);
 }
 
 Status StreamExchange::failure() {
@@ -221,7 +226,7 @@ void StreamExchange::Run(Device* device) {
       } else if (time - last_progress < kPolling) {
         Relax();
       } else {
-        std::this_thread::sleep_for(kPause);
+        std::this_thread::sleep_for(std::clamp<Clock::duration>((time - last_progress) / kPauses, kPause, kLongestPause));
       }
     }
     lock.lock();

@@ -6,6 +6,10 @@
 // which does them once both ends are ready; then the stream also waits until its operand is free again. Whoever pushes sets the receiver's
 // flag, so the receiver need not know.
 //
+// A send leaves its operand in a buffer of the engine's and goes on; the executor pushes it once the receiver is ready. Only where that is
+// so already does the stream push it itself. So no send waits for anything, and programs that send first and then receive can't block each
+// other.
+//
 // A failure is the whole exchange's: streams can't be called back, so what they have been given is let go by setting the flags, results are
 // worthless, and every later call says so.
 #ifndef HOCCL_COMM_STREAM_EXCHANGE_H_
@@ -30,6 +34,7 @@
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/mailbox.h"
 #include "csrc/comm/proxy.h"
+#include "csrc/comm/device_staging.h"
 #include "csrc/comm/statistics.h"
 #include "csrc/device/cuda/context.h"
 #include "csrc/device/cuda/memory_cache.h"
@@ -110,7 +115,9 @@ class StreamExchange : public ProxyListener {
 
   // All of these with mutex_ held.
   Status CanPost(const GroupPlan& plan, int rank) const;
-  Execution* NewExecution(Binding* binding, int64_t run, uint32_t value);
+  PostKey NextKey(Binding* binding, int64_t run);
+  Execution* NewExecution(Binding* binding, const PostKey& key, Ticket ticket);
+  bool CanPushAtOnce(const Binding& binding, const PostKey& key);
   void Deliver(const Binding& binding, const StreamPost& post, const cuda::ExportCache::Location& location);
   void SendMail(int process, const StreamPost& post);
   void TakeMail();
@@ -129,12 +136,16 @@ class StreamExchange : public ProxyListener {
   void Retire(Device* device);
   void CheckDeadlines(Device* device);
   void DropGoneMemory(Device* device);
+  void DropSends(int process);
   void Fail(Status failure, bool tell_others);
   void Release(const Execution& execution);
   std::string Attendance(const Execution& execution);
 
   // Of a handler. `refused`: it is this call's error alone, since others know already that it can't be.
   Status TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
+  Status PostSend(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
+  Status ReceiveFromItself(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers);
+  Result<StagingBuffer> TakeStaging(Device* device, int64_t bytes);
   Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
   bool Match(Device* device, Execution* execution);
   Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
@@ -158,6 +169,8 @@ class StreamExchange : public ProxyListener {
   std::map<std::pair<int, uint64_t>, std::vector<std::pair<Waiting, StreamPost>>>
       unmapped_;                                                         // for the memory (process, key) of their receivers
   std::map<uint64_t, std::pair<Device*, cuda::Allocation>> own_memory_;  // by key: what this process's devices have posted
+  std::unordered_map<PostKey, uint32_t, PostKeyHash> tagged_;            // messages between programs so far; index: 1 of those sent, else 0
+  std::unordered_map<PostKey, Execution*, PostKeyHash> to_itself_;       // sends that their own rank receives
   std::vector<std::unique_ptr<Execution>> spare_;                        // so that a known load allocates nothing
   Status failure_;
   Clock::time_point failed_at_;

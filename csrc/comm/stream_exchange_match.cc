@@ -23,7 +23,8 @@ PostKey StreamExchange::ReceiverOf(const Execution& execution, const Flight& fli
 }
 
 bool StreamExchange::IsInStream(const Execution& execution, const Flight& flight) const {
-  return execution.plan->call->operation.priority == Priority::kForeground && flight.bytes <= options_.in_stream_bytes;
+  return !execution.staging && execution.plan->call->operation.priority == Priority::kForeground &&
+         flight.bytes <= options_.in_stream_bytes;
 }
 
 bool StreamExchange::MatchAll(Device* device, Execution* execution) {

@@ -4,6 +4,7 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -26,6 +27,7 @@ struct StreamExchange::Device {
   std::unique_ptr<cuda::ImportCache> imports;
   std::unique_ptr<PushExecutor> pushes;
   std::unique_ptr<cuda::CopyStream> own_copies;
+  std::unique_ptr<DeviceStaging> staging;
   std::set<uint64_t> reachable;  // of own_memory_, what belongs to other devices and this one may use
   std::deque<std::unique_ptr<Execution>> executions;
   std::atomic<int> waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
@@ -54,7 +56,7 @@ struct StreamExchange::Target {
 
 // What an execution sends to one rank.
 struct StreamExchange::Flight {
-  enum class Way : uint8_t { kUnmatched, kInStream, kProxy };
+  enum class Way : uint8_t { kUnmatched, kInStream, kProxy, kToItself, kDropped };
 
   Binding::Out out;
   size_t first = 0;  // of its copies among the execution's
@@ -81,14 +83,16 @@ struct StreamExchange::Execution {
   uint32_t occurrence = 0;
   CUdeviceptr operand = 0;
   CUdeviceptr result = 0;
-  uint32_t value = 0;  // of all its flags
-  uint32_t slot = 0;   // ready, arrivals, departures
+  std::optional<StagingBuffer> staging;  // of a send, in which its operand lies; then its flags are the buffer's
+  uint32_t value = 0;                    // of all its flags
+  uint32_t slot = 0;                     // ready, arrivals, departures
   uint32_t arrivals = 0;
   std::vector<Flight> flights;
   std::vector<StridedCopy> copies;
   bool begun = false;       // the stream has reached it,
   Clock::time_point since;  // seen then
 
+  bool is_send() const { return plan->call->operation.kind == Kind::kSend; }
   Ticket Ready() const { return {.slot = slot, .value = value}; }
   Ticket Arrival(uint32_t i) const { return {.slot = slot + 1 + i, .value = value}; }
   Ticket Departure(uint32_t i) const { return {.slot = slot + 1 + arrivals + i, .value = value}; }

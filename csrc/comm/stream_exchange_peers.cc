@@ -87,10 +87,13 @@ void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_
   peer.how = how;
   peers_changed_.notify_all();
   TakeMail();
+  if (in_order) DropSends(process);
   for (const auto& device : devices_) {
     Retire(device.get());
     for (const auto& execution : device->executions) {
-      if (!execution->plan->ExchangesWith(execution->rank, process)) continue;
+      const bool dropped = std::any_of(execution->flights.begin(), execution->flights.end(),
+                                       [](const Flight& flight) { return flight.way == Flight::Way::kDropped; });
+      if (dropped || !execution->plan->ExchangesWith(execution->rank, process)) continue;
       const Status failure = Unavailable(execution->plan->Describe(execution->key.meeting.run, execution->occurrence) + ": process " +
                                          std::to_string(process) + " " + how);
       return Fail(failure, true);
@@ -196,7 +199,8 @@ bool StreamExchange::IsOver(const Execution& execution) const {
   return std::all_of(execution.flights.begin(), execution.flights.end(), [&](const Flight& flight) {
     // What it has pushed itself is over when the receiver's flag behind it is set.
     if (flight.way == Flight::Way::kInStream) return flight.target.flags->HasReached(flight.Arrival());
-    return flight.way == Flight::Way::kProxy && own.HasReached(execution.Departure(flight.out.departure));
+    if (flight.way == Flight::Way::kDropped) return true;
+    return flight.way != Flight::Way::kUnmatched && own.HasReached(execution.Departure(flight.out.departure));
   });
 }
 
@@ -208,9 +212,12 @@ void StreamExchange::Retire(Device* device) {
   for (auto execution = over; execution != device->executions.end(); ++execution) {
     for (Flight& flight : (*execution)->flights) {
       // Unused this time; a flag that stays behind for 2^31 uses would look ahead.
-      if (flight.way == Flight::Way::kInStream) own.Advance((*execution)->Departure(flight.out.departure));
+      if (flight.way == Flight::Way::kInStream || flight.way == Flight::Way::kDropped)
+        own.Advance((*execution)->Departure(flight.out.departure));
       flight.target = {};
     }
+    if ((*execution)->staging) device->staging->GiveBack(*(*execution)->staging);
+    (*execution)->staging.reset();
     (*execution)->plan.reset();
     spare_.push_back(std::move(*execution));
   }
@@ -221,6 +228,7 @@ void StreamExchange::CheckDeadlines(Device* device) {
   const FlagMemory& own = resources_->flags->memory();
   const Clock::time_point now = Clock::now();
   for (const auto& execution : device->executions) {
+    if (execution->is_send()) continue;  // nobody waits for it
     if (!execution->begun) {
       if (!own.HasReached(execution->Ready())) continue;
       execution->begun = true;
@@ -297,6 +305,7 @@ void StreamExchange::Fail(Status failure, bool tell_others) {
   waiting_.clear();
   unmapped_.clear();
   posts_.clear();
+  to_itself_.clear();
   for (const auto& device : devices_) {
     device->waiting = 0;
     device->pushes->Abandon();

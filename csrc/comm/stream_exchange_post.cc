@@ -26,7 +26,9 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, cons
 Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused) {
   const GroupPlan& plan = *binding->plan_;
   Device* device = binding->device_;
+  if (plan.call->operation.kind == Kind::kSend) return PostSend(binding, run, stream, buffers, refused);
   HOCCL_RETURN_IF_ERROR(Start(*binding, stream, buffers));
+  if (plan.call->operation.kind == Kind::kRecv && !binding->own_.empty()) return ReceiveFromItself(binding, run, stream, buffers);
   if (binding->arrivals_ == 0 && binding->out_.empty()) {
     for (const StridedCopy& copy : binding->own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
     return stream.CopyAll(buffers.result, buffers.operand, binding->own_);
@@ -50,7 +52,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
       *refused = true;
       return can;
     }
-    execution = NewExecution(binding, run, ticket->value);
+    execution = NewExecution(binding, NextKey(binding, run), *ticket);
     execution->operand = buffers.operand;
     execution->result = buffers.result;
     if (binding->arrivals_ > 0) {
@@ -160,7 +162,22 @@ Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {
   return {};
 }
 
-StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, int64_t run, uint32_t value) {
+PostKey StreamExchange::NextKey(Binding* binding, int64_t run) {
+  const Call& call = *binding->plan_->call;
+  PostKey key{.meeting = {.site = call.site_hash, .run = run, .communicator = binding->plan_->communicator.id}, .rank = binding->rank_};
+  if (call.site.tagged) {  // whichever call site and run it is
+    key.meeting.run = 0;
+    key.index = call.operation.kind == Kind::kSend;
+    key.index = tagged_[key]++;
+    return key;
+  }
+  binding->index_ = run == binding->run_ ? binding->index_ + 1 : 0;
+  binding->run_ = run;
+  key.index = binding->index_;
+  return key;
+}
+
+StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const PostKey& key, Ticket ticket) {
   std::unique_ptr<Execution> execution;
   if (spare_.empty()) {
     execution = std::make_unique<Execution>();
@@ -168,16 +185,12 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, int64_
     execution = std::move(spare_.back());
     spare_.pop_back();
   }
-  binding->index_ = run == binding->run_ ? binding->index_ + 1 : 0;
-  binding->run_ = run;
   execution->plan = binding->plan_;
   execution->rank = binding->rank_;
-  execution->key = {.meeting = {.site = binding->plan_->call->site_hash, .run = run, .communicator = binding->plan_->communicator.id},
-                    .index = binding->index_,
-                    .rank = binding->rank_};
+  execution->key = key;
   execution->occurrence = binding->executions_++;
-  execution->value = value;
-  execution->slot = binding->slot_;
+  execution->value = ticket.value;
+  execution->slot = ticket.slot;
   execution->arrivals = binding->arrivals_;
   execution->begun = false;
   execution->flights.clear();

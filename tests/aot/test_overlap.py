@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -88,6 +89,23 @@ def test_every_operation_overlaps(operation: Callable[[jax.Array], jax.Array]) -
     found = compiled(function)
     assert found.transfers() == [1]
     assert not found.copies()
+
+
+def test_sends_and_receives_keep_their_order() -> None:
+    """They stay in the program's own stream."""
+
+    def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, ...]:
+        received = []
+        for shard in shards[:2]:
+            token = hoccl_jax.psend(shard, "x", [(0, 1), (1, 0)])
+            received.append(hoccl_jax.precv(token, jax.ShapeDtypeStruct(shard.shape, shard.dtype), "x", [(0, 1), (1, 0)]))
+        return x.T @ x, *received
+
+    found = compiled(function)
+    kinds = [kind for i in found.custom_calls("hoccl_collective") for kind in re.findall(r'kind = "(\w+)"', i.text)]
+    assert sorted(kinds) == ["recv", "recv", "send", "send"]
+    assert (kinds[0], kinds[-1]) == ("send", "recv")
+    assert found.transfers() == []
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn"])

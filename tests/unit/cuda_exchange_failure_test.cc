@@ -75,6 +75,27 @@ TEST_F(CudaExchangeFailureTest, CallsWithoutTheLostGoOn) {
   ExpectContains(job.Post(all, 0, 2), {"process 2 has left"});
 }
 
+TEST_F(CudaExchangeFailureTest, AMessageOfAnotherShapeIsAnErrorOnBothSides) {
+  CudaJob job(driver(), 2, 1);
+  ASSERT_OK(job.Post(Message(Kind::kSend, {{0, 1}}, {0, 1}, 3, true), 0, 1));
+  const Status posted = job.Post(Message(Kind::kRecv, {{0, 1}}, {0, 1}, 3, true, Priority::kForeground, kMessageElements - 1), 1, 1);
+  EXPECT_TRUE(posted.ok() || posted.code() == Code::kInvalidArgument) << posted.ToString();
+  for (int rank : {0, 1}) ExpectContains(FailureOf(job, rank), {"ranks disagree", "send int32[3000]", "recv int32[2999]"});
+}
+
+TEST_F(CudaExchangeFailureTest, AMessageThatDoesNotComeIsMissedByItsReceiver) {
+  CudaJob job(driver(), 2, 1, {.timeout = std::chrono::milliseconds(300)});
+  ASSERT_OK(job.Post(Message(Kind::kRecv, {{0, 1}}, {0, 1}, 3, true), 1, 1));
+  ExpectContains(FailureOf(job, 1), {"recv int32[3000]", "HOCCL_TIMEOUT_S", "rank 0 (device 0, process 0) has not sent"});
+}
+
+TEST_F(CudaExchangeFailureTest, ARankCannotReceiveFromItselfBeforeItHasSent) {
+  CudaJob job(driver(), 2, 1);
+  const Status early = job.Post(Message(Kind::kRecv, {{0, 0}, {1, 1}}, {0, 1}, -1), 0, 1);
+  EXPECT_EQ(early.code(), Code::kFailedPrecondition);
+  ExpectContains(early, {"rank 0", "its send must come first"});
+}
+
 class FakeCudaExchangeFailureTest : public CudaExchangeFailureTest {
  protected:
   void SetUp() override {

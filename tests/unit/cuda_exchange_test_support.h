@@ -70,6 +70,10 @@ class CudaJob {
 
   // Bindings are kept, as an executable does. `in_place`: of kinds that replace rows, the initial value is in the result.
   Status Post(const std::shared_ptr<const Call>& call, int rank, int64_t run, bool in_place = false) {
+    return PostAt(call, rank, run, {.operand = operand(rank), .result = result(rank), .initial = in_place ? result(rank) : initial(rank)});
+  }
+
+  Status PostAt(const std::shared_ptr<const Call>& call, int rank, int64_t run, const StreamBuffers& buffers) {
     auto& binding = bindings_[{call.get(), rank}];
     if (binding == nullptr) {
       auto bound = world(rank).BindStream(call, rank, &plans_[{call.get(), rank / each_}]);
@@ -77,9 +81,7 @@ class CudaJob {
       binding = *std::move(bound);
       calls_.push_back(call);
     }
-    return world(rank).streams()->Post(
-        binding.get(), run, ranks_[rank].stream->stream(),
-        {.operand = operand(rank), .result = result(rank), .initial = in_place ? result(rank) : initial(rank)});
+    return world(rank).streams()->Post(binding.get(), run, ranks_[rank].stream->stream(), buffers);
   }
 
   int64_t Statistic(const std::string& wanted) {
@@ -155,6 +157,16 @@ inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, i
       EXPECT_EQ(Load(job.cuda(rank), job.result(rank), wanted.size()), wanted) << call->operation.ToString() << " on rank " << rank;
     }
   }
+}
+
+// A send or its receive.
+inline constexpr int64_t kMessageElements = 3000;
+inline std::shared_ptr<const Call> Message(Kind kind, const std::vector<std::pair<int, int>>& pairs, std::vector<int64_t> group,
+                                           int64_t site, bool tagged = false, Priority priority = Priority::kForeground,
+                                           int64_t elements = kMessageElements) {
+  Operation operation{.kind = kind, .dtype = "int32", .item_bytes = 4, .shape = {elements}, .pairs = pairs, .priority = priority};
+  operation.group_size = static_cast<int>(group.size());
+  return Must(Call::Make(operation, {std::move(group)}, {.module = "test", .site = site, .tagged = tagged}));
 }
 
 }  // namespace hoccl
