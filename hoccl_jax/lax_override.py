@@ -28,10 +28,10 @@ _active = jax_config.config_ext.Config[bool]("hoccl_override_lax", False, includ
 def override_lax(enable: bool = True) -> Iterator[None]:
     """Within it, programs that this thread compiles run jax.lax's collectives on hoccl_jax; with `enable=False`, as JAX runs them.
 
-    The collectives: all_gather (with any `to`), all_to_all, ppermute, pshuffle and pbroadcast, also where a transposition makes them, psend
-    and precv, on CPU and CUDA devices; ragged_all_to_all on CPU devices. Reductions, JAX's internal asynchronous forms, other platforms,
-    and programs over an abstract mesh or with symbolic shapes stay JAX's own; `hoccl_jax.stats()["fallbacks"]` counts the call sites of
-    the last two kinds.
+    The collectives: all_gather (with any `to`), all_to_all, ragged_all_to_all, ppermute, pshuffle and pbroadcast, also where a
+    transposition makes them, psend and precv, on CPU and CUDA devices. Reductions, JAX's internal asynchronous forms, other platforms, and
+    programs over an abstract mesh or with symbolic shapes stay JAX's own; `hoccl_jax.stats()["fallbacks"]` counts the call sites of the
+    last two kinds.
 
     Programs compiled within the context and outside it live side by side: entering and leaving recompiles nothing.
     HOCCL_OVERRIDE_LAX=1, set before hoccl_jax is imported, is a context around the whole process. HOCCL_DISABLE=1 wins over both.
@@ -77,7 +77,8 @@ def _install() -> None:
         for platform in primitives.PLATFORMS:
             # Sends and receives are numbered as they are lowered, so two equal ones must not share a lowering.
             _register(collective.twin, functools.partial(primitives.lower, collective, platform), platform, not collective.one_sided)
-    _register(ragged.TWIN, ragged.lower, "cpu", True)
+    for platform in primitives.PLATFORMS:
+        _register(ragged.TWIN, functools.partial(ragged.lower, platform), platform, True)
 
 
 def _register(twin: Primitive, ours: Callable[..., Any], platform: str, cacheable: bool) -> None:

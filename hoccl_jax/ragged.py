@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax import parallel
@@ -15,7 +15,8 @@ from jax.extend.core import Primitive
 
 from hoccl_jax import collectives, primitives, runtime
 from hoccl_jax.collectives import AxisName, Priority, checked_options
-from hoccl_jax.exchange import call_attributes
+from hoccl_jax.exchange import call_attributes, lower_call
+from hoccl_jax.primitives import Groups
 
 
 def ragged_all_to_all(
@@ -46,12 +47,13 @@ def ragged_all_to_all(
       axis_index_groups: as for `all_gather`.
       priority, overlap: see hoccl_jax.collectives.
 
-    On other platforms than CPU it is jax.lax.ragged_all_to_all, counted in `hoccl_jax.stats()["fallbacks"]`. (That function itself lacks
-    CPU devices.)
+    On other platforms than CPU and CUDA it is jax.lax.ragged_all_to_all, counted in `hoccl_jax.stats()["fallbacks"]`. (That function itself
+    lacks CPU devices.)
 
     Raises, when it runs, jax.errors.JaxRuntimeError on all ranks of the group, before anything moves, if on any of them a slice is outside
-    its operand or output, a size is negative, sender and receiver have different sizes, or two slices overlap at their receiver. Where a
-    slice of no rows would lie does not matter. The gradient goes back by the same operation, so for it slices must not overlap in operand.
+    its operand or output, a size is negative, sender and receiver have different sizes, or two slices overlap at their receiver; on GPUs
+    the next operation raises it, or `hoccl_jax.check_errors`. Where a slice of no rows would lie does not matter. The gradient goes back by
+    the same operation, so for it slices must not overlap in operand.
     """
     options = checked_options(priority, overlap)
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -111,16 +113,41 @@ rows_p = Primitive("hoccl_ragged_rows")
 rows_p.def_abstract_eval(lambda operand, output, table, **_: output)
 
 
-def _with_table(operand: Any, output: Any, *numbers: Any, options: primitives.Options, **params: Any) -> Any:
+def _with_table(platform: str, operand: Any, output: Any, *numbers: Any, options: primitives.Options, **params: Any) -> Any:
+    axis_name, groups = params["axis_name"], params["axis_index_groups"]
     wide = jnp.int64 if any(x.dtype in (jnp.int64, jnp.uint64) for x in numbers) else jnp.int32
     own = jnp.stack([x.astype(wide) for x in numbers])
-    table = collectives.all_gather(own, params["axis_name"], axis_index_groups=params["axis_index_groups"])
+    table = collectives.all_gather(own, axis_name, axis_index_groups=groups)
     carrier = primitives.carrier(operand.dtype)
-    moved = rows_p.bind(operand.astype(carrier), output.astype(carrier), table, options=options, **params)
+    operand_rows, output_rows = operand.astype(carrier), output.astype(carrier)
+    if platform == "cuda":
+        output_rows = _with_own_rows(operand_rows, output_rows, own, _rank(axis_name, groups), table.shape[0])
+    moved = rows_p.bind(operand_rows, output_rows, table, options=options, **params)
     return moved.astype(operand.dtype)
 
 
-def lower(ctx: Any, *operands: Any, options: primitives.Options, **params: Any) -> Any:
+def _rank(axis_name: Any, groups: Groups | None) -> Any:
+    """Of this device in its group."""
+    index = lax.axis_index(axis_name)
+    if groups is None:
+        return index
+    rank_of = {index: rank for group in groups for rank, index in enumerate(group)}
+    return jnp.array([rank_of[index] for index in range(len(rank_of))])[index]
+
+
+def _with_own_rows(operand: Any, output: Any, numbers: Any, rank: Any, ranks: int) -> Any:
+    """The output with the slices that a rank sends to itself. Copies within a GPU are kernels, and one whose size the engine learns late
+    could stand behind the very wait that its program is in; so XLA makes them. Wrong offsets do no harm: the engine checks them."""
+    slices = numbers.shape[1] // ranks
+    first, size, to, _ = lax.dynamic_slice_in_dim(numbers, rank * slices, slices, axis=1)
+    row = jnp.arange(output.shape[0], dtype=numbers.dtype)[:, None]
+    inside = (row >= to) & (row - to < size)
+    source = jnp.sum(jnp.where(inside, row - to + first, 0), axis=1)
+    taken = jnp.take(operand, source, axis=0, mode="clip")
+    return jnp.where(jnp.any(inside, axis=1).reshape(-1, *[1] * (output.ndim - 1)), taken, output)
+
+
+def lower(platform: str, ctx: Any, *operands: Any, options: primitives.Options, **params: Any) -> Any:
     operand, output, first = ctx.avals_in[:3]
     groups = parallel._replica_groups(ctx.module_context.axis_context, params["axis_name"], params["axis_index_groups"])
     if any(len(group) != len(groups[0]) for group in groups):
@@ -132,10 +159,10 @@ def lower(ctx: Any, *operands: Any, options: primitives.Options, **params: Any) 
         raise ValueError(f"ragged_all_to_all: operand and output must agree but for dimension 0, got {operand} and {output}")
     if output.size == 0 or operand.size == 0:
         return [operands[1]]
-    return mlir.lower_fun(partial(_with_table, options=options, **params), multiple_results=False)(ctx, *operands)
+    return mlir.lower_fun(partial(_with_table, platform, options=options, **params), multiple_results=False)(ctx, *operands)
 
 
-def _lower_rows(ctx: Any, *operands: Any, options: primitives.Options, axis_name: Any, axis_index_groups: Any) -> Any:
+def _lower_rows(platform: str, ctx: Any, *operands: Any, options: primitives.Options, axis_name: Any, axis_index_groups: Any) -> Any:
     runtime.register_targets()
     operand, output, table = ctx.avals_in
     groups = parallel._replica_groups(ctx.module_context.axis_context, axis_name, axis_index_groups)
@@ -148,7 +175,7 @@ def _lower_rows(ctx: Any, *operands: Any, options: primitives.Options, axis_name
         slices=table.shape[2] // len(groups[0]),
         priority=primitives.PRIORITIES[options.priority],
     )
-    return jax.ffi.ffi_lowering(primitives.TARGET, operand_output_aliases={1: 0})(ctx, *operands, **attributes)
+    return lower_call(platform, ctx, operands, attributes, options)
 
 
 def _lower_twin(ctx: Any, *operands: Any, options: primitives.Options, **params: Any) -> Any:
@@ -161,5 +188,6 @@ ad.primitive_jvps[ragged_p] = _jvp
 ad.primitive_transposes[ragged_p] = _transpose
 batching.fancy_primitive_batchers[ragged_p] = _batch
 mlir.register_lowering(ragged_p, _lower_twin, cacheable=False)
-mlir.register_lowering(ragged_p, lower, platform="cpu", cacheable=False)
-mlir.register_lowering(rows_p, _lower_rows, platform="cpu", cacheable=False)
+for _platform in primitives.PLATFORMS:
+    mlir.register_lowering(ragged_p, partial(lower, _platform), platform=_platform, cacheable=False)
+    mlir.register_lowering(rows_p, partial(_lower_rows, _platform), platform=_platform, cacheable=False)

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "csrc/sched/ragged.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/bound_call.h"
 #include "xla_ffi/call_attributes.h"
@@ -32,18 +33,26 @@ CUdeviceptr AddressOf(const ffi::AnyBuffer& buffer) { return reinterpret_cast<CU
 ffi::ErrorOr<std::unique_ptr<CudaState>> Instantiate(ffi::Dictionary attributes) {
   Result<std::shared_ptr<const Call>> call = CallFromAttributes(attributes);
   if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
-  if (const Kind kind = (*call)->operation.kind; kind == Kind::kRaggedAllToAll)
-    return ffi::Unexpected(ToFfiError(Unimplemented(std::string(KindName(kind)) + ": not on CUDA devices")));
   return std::make_unique<CudaState>(*std::move(call));
 }
 
-// Of operations that replace rows, the result starts as operand 1. Mostly XLA has given both one buffer.
-Status FindInitial(const Operation& operation, const ffi::RemainingArgs& operands, const ffi::AnyBuffer& result, StreamBuffers* buffers) {
+// Of operations that replace rows, the result starts as operand 1. Mostly XLA has given both one buffer. Operand 2, if there is one, is
+// the table of sizes.
+Status FindRows(const Operation& operation, const ffi::RemainingArgs& operands, const ffi::AnyBuffer& result, StreamBuffers* buffers) {
   const ffi::ErrorOr<ffi::AnyBuffer> initial = operands.get<ffi::AnyBuffer>(1);
   if (!initial.has_value() || static_cast<int64_t>(initial->size_bytes()) != operation.ResultBytes() ||
       initial->size_bytes() != result.size_bytes())
     return InvalidArgument(operation.ToString() + ": operand 1 and the result don't have the operation's size");
   buffers->initial = AddressOf(*initial);
+  if (operation.kind != Kind::kRaggedAllToAll) return {};
+  const ffi::ErrorOr<ffi::AnyBuffer> numbers = operands.get<ffi::AnyBuffer>(2);
+  if (!numbers.has_value() || static_cast<int64_t>(numbers->element_count()) != RaggedTableSize(operation))
+    return InvalidArgument(operation.ToString() + ": no table of " + std::to_string(RaggedTableSize(operation)) + " sizes");
+  const bool wide = numbers->element_type() == ffi::DataType::S64;
+  if (!wide && numbers->element_type() != ffi::DataType::S32)
+    return InvalidArgument(operation.ToString() + ": the table of sizes is neither of int32 nor of int64");
+  buffers->table = AddressOf(*numbers);
+  buffers->table_item_bytes = wide ? 8 : 4;
   return {};
 }
 
@@ -61,7 +70,7 @@ ffi::Error Execute(CudaState* state, CUstream stream, ffi::RunId run, int32_t or
   const Operation& operation = state->bound.call().operation;
   StreamBuffers buffers{.operand = AddressOf(*operand), .result = AddressOf(**result)};
   if (ReplacesRows(operation.kind)) {
-    if (const Status found = FindInitial(operation, operands, **result, &buffers); !found.ok()) return ToFfiError(found);
+    if (const Status found = FindRows(operation, operands, **result, &buffers); !found.ok()) return ToFfiError(found);
   }
   const Status posted = world->streams()->Post(*binding, run.run_id, stream, buffers);
   world->statistics().CountHandler(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());

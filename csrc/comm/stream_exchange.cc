@@ -65,6 +65,9 @@ Status StreamExchange::StartDevices() {
     Result<std::unique_ptr<cuda::CopyStream>> own_copies = cuda::CopyStream::Create(**cuda);
     if (!own_copies.ok()) return own_copies.status();
     device->own_copies = *std::move(own_copies);
+    Result<std::unique_ptr<PinnedPool>> tables = PinnedPool::Create(**cuda);
+    if (!tables.ok()) return tables.status();
+    device->tables = *std::move(tables);
     device->staging = std::make_unique<DeviceStaging>(**cuda, resources_->flags.get());
     resources_->devices.push_back(*std::move(cuda));
     devices_.push_back(std::move(device));
@@ -170,6 +173,7 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, st
   const auto& [src, dst, copy] = flows[first];
   const Sides sides = SidesOf(plan_->call->operation.kind);
   if (src == dst) {
+    if (plan_->call->operation.kind == Kind::kRaggedAllToAll) return;
     for (int i = first; src == rank_ && i < first + count; ++i) own_.push_back(flows[i].copy);
     return;
   }
@@ -202,6 +206,7 @@ void StreamExchange::Run(Device* device) {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     TakeMail();
+    ReadTables(device);
     const Clock::time_point now = Clock::now();
     if (now >= next_watch) {
       Watch(device);
@@ -216,7 +221,7 @@ void StreamExchange::Run(Device* device) {
     lock.unlock();
     Status stepped;
     // Handlers want the mutex too, so it is left alone while there is no need for it.
-    for (Clock::time_point time = now; stepped.ok() && time < next_watch && !HasNews(&seen); time = Clock::now()) {
+    for (Clock::time_point time = now; stepped.ok() && time < next_watch && !HasNews(&seen) && !device->HasTable(); time = Clock::now()) {
       bool progress = false;
       stepped = device->pushes->Step(&progress);
       if (progress) {

@@ -10,6 +10,8 @@
 // so already does the stream push it itself. So no send waits for anything, and programs that send first and then receive can't block each
 // other.
 //
+// A ragged all-to-all copies its table to the host and goes on; the device's thread reads it there, checks it, and pushes.
+//
 // A failure is the whole exchange's: streams can't be called back, so what they have been given is let go by setting the flags, results are
 // worthless, and every later call says so.
 #ifndef HOCCL_COMM_STREAM_EXCHANGE_H_
@@ -61,6 +63,10 @@ struct StreamBuffers {
   CUdeviceptr operand = 0;
   CUdeviceptr result = 0;
   CUdeviceptr initial = 0;  // of kinds that replace rows: what the result starts as; may be `result` itself
+  // Of a ragged all-to-all: see RaggedCopies. What a rank sends to itself must be in `initial` already: a copy within a device, whose size
+  // is known only late, could stand behind the wait for it.
+  CUdeviceptr table = 0;
+  int table_item_bytes = 4;  // or 8
 };
 
 class StreamExchange : public ProxyListener {
@@ -131,6 +137,8 @@ class StreamExchange : public ProxyListener {
   void CheckAgreement(const Execution& execution, const StreamPost& post);
   bool IsInStream(const Execution& execution, const Flight& flight) const;
   PostKey ReceiverOf(const Execution& execution, const Flight& flight) const;
+  void ReadTables(Device* device);
+  void ReadTable(Device* device, Execution* execution);
   bool IsOver(const Execution& execution) const;
   void Watch(Device* device);
   void Retire(Device* device);
@@ -149,6 +157,7 @@ class StreamExchange : public ProxyListener {
   Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
   bool Match(Device* device, Execution* execution);
   Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
+  static Status CopyTable(const Execution& execution, const cuda::StreamView& stream);
   Status Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream);
 
   const StreamExchangeOptions options_;

@@ -23,8 +23,8 @@ PostKey StreamExchange::ReceiverOf(const Execution& execution, const Flight& fli
 }
 
 bool StreamExchange::IsInStream(const Execution& execution, const Flight& flight) const {
-  return !execution.staging && execution.plan->call->operation.priority == Priority::kForeground &&
-         flight.bytes <= options_.in_stream_bytes;
+  return !execution.staging && execution.plan->call->operation.kind != Kind::kRaggedAllToAll &&
+         execution.plan->call->operation.priority == Priority::kForeground && flight.bytes <= options_.in_stream_bytes;
 }
 
 bool StreamExchange::MatchAll(Device* device, Execution* execution) {
@@ -76,6 +76,11 @@ void StreamExchange::Use(const Flight& flight, const PostKey& key) {
 void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
   Execution& execution = *waiting.execution;
   Flight& flight = execution.flights[waiting.flight];
+  if (execution.table) {
+    execution.held.emplace_back(waiting.flight, post);
+    waiting.device->wake.notify_one();
+    return;
+  }
   if (!Reach(waiting.device, post, &flight.target)) {
     unmapped_[{post.process, post.memory}].emplace_back(waiting, post);
     return;
@@ -94,6 +99,7 @@ void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
                                   .receiver_ready = {theirs.address(post.slot), post.value},
                                   .arrived = theirs.OnDevice(flight.Arrival()),
                                   .departed = own.OnDevice(departure),
+                                  .arrived_seen = {theirs.address(flight.Arrival().slot), flight.Arrival().value},
                                   .departed_seen = {own.address(departure.slot), departure.value}});
   statistics_->CountBytes(Engine::kPeerDma, flight.bytes);
   statistics_->CountPush(false);

@@ -2,6 +2,7 @@
 #ifndef HOCCL_COMM_STREAM_EXCHANGE_PARTS_H_
 #define HOCCL_COMM_STREAM_EXCHANGE_PARTS_H_
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/comm/pinned_pool.h"
 #include "csrc/comm/stream_exchange.h"
 
 namespace hoccl {
@@ -28,11 +30,23 @@ struct StreamExchange::Device {
   std::unique_ptr<PushExecutor> pushes;
   std::unique_ptr<cuda::CopyStream> own_copies;
   std::unique_ptr<DeviceStaging> staging;
-  std::set<uint64_t> reachable;  // of own_memory_, what belongs to other devices and this one may use
+  std::unique_ptr<PinnedPool> tables;  // of ragged all-to-alls
+  std::mutex unread_mutex;             // taken last
+  std::vector<HostFlag> unread;        // tables; set when one is on the host
+  std::set<uint64_t> reachable;        // of own_memory_, what belongs to other devices and this one may use
   std::deque<std::unique_ptr<Execution>> executions;
   std::atomic<int> waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
   std::condition_variable wake;
   std::thread thread;
+
+  void AddUnread(const HostFlag& table) {
+    std::lock_guard lock(unread_mutex);
+    unread.push_back(table);
+  }
+  bool HasTable() {
+    std::lock_guard lock(unread_mutex);
+    return std::any_of(unread.begin(), unread.end(), [](const HostFlag& flag) { return flag.Reached(); });
+  }
 };
 
 struct StreamExchange::Peer {
@@ -89,6 +103,11 @@ struct StreamExchange::Execution {
   uint32_t arrivals = 0;
   std::vector<Flight> flights;
   std::vector<StridedCopy> copies;
+  // Of a ragged all-to-all: its table on the host, until it has been read, and the receivers that have come before.
+  std::optional<PinnedPiece> table;
+  CUdeviceptr table_on_device = 0;
+  int table_item_bytes = 0;
+  std::vector<std::pair<size_t, StreamPost>> held;
   bool begun = false;       // the stream has reached it,
   Clock::time_point since;  // seen then
 

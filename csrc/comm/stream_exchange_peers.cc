@@ -91,9 +91,9 @@ void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_
   for (const auto& device : devices_) {
     Retire(device.get());
     for (const auto& execution : device->executions) {
-      const bool dropped = std::any_of(execution->flights.begin(), execution->flights.end(),
-                                       [](const Flight& flight) { return flight.way == Flight::Way::kDropped; });
-      if (dropped || !execution->plan->ExchangesWith(execution->rank, process)) continue;
+      // Who leaves in order has taken what it wanted of messages.
+      if (in_order && execution->is_send()) continue;
+      if (!execution->plan->ExchangesWith(execution->rank, process)) continue;
       const Status failure = Unavailable(execution->plan->Describe(execution->key.meeting.run, execution->occurrence) + ": process " +
                                          std::to_string(process) + " " + how);
       return Fail(failure, true);
@@ -192,7 +192,7 @@ void StreamExchange::Watch(Device* device) {
 
 bool StreamExchange::IsOver(const Execution& execution) const {
   const FlagMemory& own = resources_->flags->memory();
-  if (!own.HasReached(execution.Ready())) return false;
+  if (!own.HasReached(execution.Ready()) || execution.table) return false;
   for (uint32_t i = 0; i < execution.arrivals; ++i) {
     if (!own.HasReached(execution.Arrival(i))) return false;
   }

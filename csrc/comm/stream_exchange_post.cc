@@ -4,6 +4,7 @@
 
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/comm/stream_exchange_parts.h"
+#include "csrc/sched/ragged.h"
 
 namespace hoccl {
 
@@ -29,7 +30,8 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
   if (plan.call->operation.kind == Kind::kSend) return PostSend(binding, run, stream, buffers, refused);
   HOCCL_RETURN_IF_ERROR(Start(*binding, stream, buffers));
   if (plan.call->operation.kind == Kind::kRecv && !binding->own_.empty()) return ReceiveFromItself(binding, run, stream, buffers);
-  if (binding->arrivals_ == 0 && binding->out_.empty()) {
+  const bool ragged = plan.call->operation.kind == Kind::kRaggedAllToAll;
+  if (binding->arrivals_ == 0 && binding->out_.empty() && !ragged) {
     for (const StridedCopy& copy : binding->own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
     return stream.CopyAll(buffers.result, buffers.operand, binding->own_);
   }
@@ -45,16 +47,32 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     location = *std::move(found);
   }
 
+  std::optional<PinnedPiece> table;
+  if (ragged) {
+    const int64_t bytes = RaggedTableSize(plan.call->operation) * buffers.table_item_bytes;
+    const Result<PinnedPiece> taken = device->tables->Take(static_cast<size_t>(bytes));
+    if (!taken.ok()) return taken.status();
+    table = *taken;
+  }
+
   Execution* execution = nullptr;
   {
     std::lock_guard lock(mutex_);
     if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
       *refused = true;
+      if (table) device->tables->GiveBack(*table);
       return can;
     }
     execution = NewExecution(binding, NextKey(binding, run), *ticket);
     execution->operand = buffers.operand;
     execution->result = buffers.result;
+    execution->table = table;
+    execution->table_on_device = buffers.table;
+    execution->table_item_bytes = buffers.table_item_bytes;
+    if (ragged) {
+      device->AddUnread({resources_->flags->memory().address(execution->slot), execution->value});
+      device->wake.notify_one();
+    }
     if (binding->arrivals_ > 0) {
       StreamPost& post = binding->post_;
       post.key = execution->key;
@@ -111,6 +129,7 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   FlagMemory& own = resources_->flags->memory();
   thread_local std::vector<FlagOperation> operations;
   operations.clear();
+  if (execution->plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(*execution, stream));
   operations.push_back({kWrite, own.OnDevice(execution->Ready())});
   if (!binding.own_.empty()) {
     // Beside the receivers' getting ready.
@@ -193,6 +212,7 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
   execution->slot = ticket.slot;
   execution->arrivals = binding->arrivals_;
   execution->begun = false;
+  execution->held.clear();
   execution->flights.clear();
   execution->copies.clear();
   for (const Binding::Out& out : binding->out_) {

@@ -10,6 +10,10 @@ namespace {
 // waits for little more than one chunk.
 constexpr size_t kChunksInFlight = 2;
 
+bool IsEmpty(const Push& push) {
+  return std::all_of(push.copies.begin(), push.copies.end(), [](const StridedCopy& copy) { return copy.bytes() == 0; });
+}
+
 bool IsReady(const Push& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); }
 
 }  // namespace
@@ -75,7 +79,12 @@ Status PushExecutor::Step(bool* progress) {
     const cuda::ScopedContext scope(device_);
     HOCCL_RETURN_IF_ERROR(scope.status());
     for (const Push& push : taken_) {
-      if (push.background) {
+      if (IsEmpty(push)) {
+        // Not by a stream: without a copy before it, its write could stand behind another stream's blocked wait.
+        push.arrived_seen.Set();
+        push.departed_seen.Set();
+        busy_.fetch_sub(1, std::memory_order_relaxed);
+      } else if (push.background) {
         background_.push_back({.push = push, .chunks = {}});
       } else {
         HOCCL_RETURN_IF_ERROR(Start(push));
@@ -100,7 +109,6 @@ Status PushExecutor::StartPiece(Piecewise* piecewise, const cuda::CopyStream& st
     piecewise->copy += short_ones;
     return stream.CopyAll(push.dst, push.src, left.first(short_ones));
   }
-  if (left.empty()) return {};
   if (piecewise->next == 0) piecewise->chunks = ChunkedCopy(left.front(), chunk_bytes_);
   const StridedCopy chunk = piecewise->chunks.chunk(piecewise->next++);
   if (piecewise->next == piecewise->chunks.chunks()) {

@@ -21,7 +21,7 @@
 
 namespace hoccl {
 
-// A flag that the host looks at. Cyclic, as cuda::FlagValue.
+// A flag that the host looks at, or sets. Cyclic, as cuda::FlagValue.
 struct HostFlag {
   const uint32_t* word = nullptr;
   uint32_t value = 0;
@@ -29,6 +29,7 @@ struct HostFlag {
   bool Reached() const {
     return static_cast<int32_t>(std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire) - value) >= 0;
   }
+  void Set() const { std::atomic_ref(*const_cast<uint32_t*>(word)).store(value, std::memory_order_release); }
 };
 
 struct Push {
@@ -41,7 +42,8 @@ struct Push {
   HostFlag receiver_ready;
   cuda::FlagValue arrived;   // set once the bytes are there
   cuda::FlagValue departed;  // and the source is free
-  HostFlag departed_seen;    // the same flag
+  HostFlag arrived_seen;     // the same flags
+  HostFlag departed_seen;
 };
 
 class PushExecutor {

@@ -12,7 +12,6 @@ class Table {
   Table(const Operation& operation, std::span<const int64_t> numbers)
       : slices_(operation.slices), count_(static_cast<int64_t>(operation.group_size) * operation.slices), numbers_(numbers) {}
 
-  size_t size() const { return static_cast<size_t>(4 * count_) * (count_ / slices_); }
   // Of slice `slice` from src to dst.
   int64_t input_offset(int src, int dst, int slice) const { return at(src, 0, dst, slice); }
   int64_t send_size(int src, int dst, int slice) const { return at(src, 1, dst, slice); }
@@ -68,25 +67,41 @@ Status CheckReceiver(const Operation& operation, const Table& table, int dst) {
   return {};
 }
 
+Status CheckTable(const Operation& operation, std::span<const int64_t> numbers) {
+  if (static_cast<int64_t>(numbers.size()) != RaggedTableSize(operation)) {
+    return InvalidArgument(operation.ToString() + ": a table of " + std::to_string(numbers.size()) + " numbers, wanted " +
+                           std::to_string(RaggedTableSize(operation)));
+  }
+  const Table table(operation, numbers);
+  for (int dst = 0; dst < operation.group_size; ++dst) HOCCL_RETURN_IF_ERROR(CheckReceiver(operation, table, dst));
+  return {};
+}
+
+void AddSlices(const Operation& operation, const Table& table, int src, int dst, std::vector<StridedCopy>* copies) {
+  const int64_t row_bytes = operation.RowBytes();
+  for (int slice = 0; slice < operation.slices; ++slice) {
+    copies->push_back({.src_offset = table.input_offset(src, dst, slice) * row_bytes,
+                       .dst_offset = table.output_offset(src, dst, slice) * row_bytes,
+                       .row_bytes = table.send_size(src, dst, slice) * row_bytes});
+  }
+}
+
 }  // namespace
 
+int64_t RaggedTableSize(const Operation& operation) { return int64_t{4} * operation.group_size * operation.group_size * operation.slices; }
+
 Result<std::vector<StridedCopy>> RaggedCopies(const Operation& operation, std::span<const int64_t> numbers, int rank) {
-  const Table table(operation, numbers);
-  if (numbers.size() != table.size()) {
-    return InvalidArgument(operation.ToString() + ": a table of " + std::to_string(numbers.size()) + " numbers, wanted " +
-                           std::to_string(table.size()));
-  }
-  for (int dst = 0; dst < operation.group_size; ++dst) HOCCL_RETURN_IF_ERROR(CheckReceiver(operation, table, dst));
-  const int64_t row_bytes = operation.RowBytes();
+  HOCCL_RETURN_IF_ERROR(CheckTable(operation, numbers));
   std::vector<StridedCopy> copies;
-  for (int step = 0; step < operation.group_size; ++step) {
-    const int src = (rank + step) % operation.group_size;
-    for (int slice = 0; slice < operation.slices; ++slice) {
-      copies.push_back({.src_offset = table.input_offset(src, rank, slice) * row_bytes,
-                        .dst_offset = table.output_offset(src, rank, slice) * row_bytes,
-                        .row_bytes = table.send_size(src, rank, slice) * row_bytes});
-    }
-  }
+  for (int step = 0; step < operation.group_size; ++step)
+    AddSlices(operation, Table(operation, numbers), (rank + step) % operation.group_size, rank, &copies);
+  return copies;
+}
+
+Result<std::vector<StridedCopy>> RaggedCopiesFrom(const Operation& operation, std::span<const int64_t> numbers, int rank) {
+  HOCCL_RETURN_IF_ERROR(CheckTable(operation, numbers));
+  std::vector<StridedCopy> copies;
+  for (int dst = 0; dst < operation.group_size; ++dst) AddSlices(operation, Table(operation, numbers), rank, dst, &copies);
   return copies;
 }
 

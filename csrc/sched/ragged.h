@@ -18,6 +18,12 @@ namespace hoccl {
 // overlap at a receiver. Where a slice of no rows would lie does not matter.
 Result<std::vector<StridedCopy>> RaggedCopies(const Operation& operation, std::span<const int64_t> table, int rank);
 
+// The same from `rank`: to rank 0, in `slices` copies, to rank 1, ...
+Result<std::vector<StridedCopy>> RaggedCopiesFrom(const Operation& operation, std::span<const int64_t> table, int rank);
+
+// Numbers that a table has.
+int64_t RaggedTableSize(const Operation& operation);
+
 }  // namespace hoccl
 
 #endif  // HOCCL_SCHED_RAGGED_H_

@@ -91,6 +91,19 @@ def test_every_operation_overlaps(operation: Callable[[jax.Array], jax.Array]) -
     assert not found.copies()
 
 
+def test_a_ragged_all_to_all_overlaps_in_place() -> None:
+    """It is two operations, of which the first gathers the sizes."""
+
+    def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sizes = jnp.array([8, 16], jnp.int32)
+        return x.T @ x, hoccl_jax.ragged_all_to_all(shards[0], jnp.zeros_like(x), sizes, sizes, sizes, sizes, axis_name="x")
+
+    found = compiled(function)
+    assert sum(found.transfers()) == 1
+    assert len(found.transfers()) == 2
+    assert not found.copies()
+
+
 def test_sends_and_receives_keep_their_order() -> None:
     """They stay in the program's own stream."""
 

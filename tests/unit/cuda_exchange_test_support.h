@@ -2,6 +2,7 @@
 #ifndef HOCCL_TESTS_UNIT_CUDA_EXCHANGE_TEST_SUPPORT_H_
 #define HOCCL_TESTS_UNIT_CUDA_EXCHANGE_TEST_SUPPORT_H_
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -106,6 +107,13 @@ class CudaJob {
   std::vector<std::shared_ptr<const Call>> calls_;
   std::map<std::pair<const Call*, int>, World::GroupPlans> plans_;
   std::map<std::pair<const Call*, int>, std::unique_ptr<StreamExchange::Binding>> bindings_;
+};
+
+// While it lives, devices that are attached have one hardware queue, as many GPUs of users have. Ranks then can't share a GPU.
+class OneHardwareQueue {
+ public:
+  OneHardwareQueue() { setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1); }
+  ~OneHardwareQueue() { unsetenv("CUDA_DEVICE_MAX_CONNECTIONS"); }
 };
 
 inline Bytes OperandOf(const Call& call, int rank, int seed) {

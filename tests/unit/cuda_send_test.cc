@@ -77,6 +77,22 @@ TEST_P(CudaSendFormsTest, ARingInWhichAllSendFirst) {
   EXPECT_EQ(job.Statistic("failures"), 0);
 }
 
+TEST_F(CudaSendTest, OneHardwareQueueIsEnough) {
+  if (!OnFake()) GTEST_SKIP() << "a real driver reads the variable once";
+  const OneHardwareQueue one;
+  CudaJob job(driver(), 1, 2);
+  const std::vector<std::pair<int, int>> swap = {{0, 1}, {1, 0}};
+  const auto send = Message(Kind::kSend, swap, {0, 1}, -1);
+  const auto receive = Message(Kind::kRecv, swap, {0, 1}, -1);
+  for (int64_t run = 1; run < 4; ++run) {
+    for (int rank : {0, 1}) {
+      ASSERT_OK(Send(job, send, rank, run, 0));
+      ASSERT_OK(Receive(job, receive, rank, run, 0));
+    }
+    for (int rank : {0, 1}) ExpectMessage(job, rank, 0, Content(1 - rank, 0));
+  }
+}
+
 TEST_F(CudaSendTest, AReceiverThatWaitsAlreadyIsSentToWithoutABuffer) {
   CudaJob job(driver(), 2, 1);
   const auto send = Message(Kind::kSend, {{0, 1}}, {0, 1}, -1);

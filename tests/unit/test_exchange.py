@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
-from hoccl_jax import Flow
+from hoccl_jax import Flow, ragged
 
 RANKS, ROWS, WIDTH = 4, 6, 3
 
@@ -169,6 +170,28 @@ def test_ragged(slices: int) -> None:
         np.testing.assert_array_equal(of_lax, expected)
         np.testing.assert_array_equal(x_bar, expected_x_bar)
         np.testing.assert_array_equal(output_bar, expected_output_bar)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_own_rows_that_xla_copies_on_gpus(slices: int) -> None:
+    rows_in, rows_out = 30, 40
+    rng = random.Random(slices)
+    x, output = counted(RANKS, rows_in, WIDTH), -counted(RANKS, rows_out, WIDTH)
+    program = jax.jit(functools.partial(ragged._with_own_rows, ranks=RANKS))
+    for _ in range(4):
+        numbers = np.stack(ragged_numbers(rng, slices, rows_in, rows_out), axis=1).astype(np.int32)
+        for rank in range(RANKS):
+            expected = output[rank].copy()
+            for at, size, to, _ in numbers[rank][:, rank * slices : (rank + 1) * slices].T:
+                if size:
+                    expected[to : to + size] = x[rank, at : at + size]
+            np.testing.assert_array_equal(program(x[rank], output[rank], numbers[rank], rank), expected)
+
+
+def test_ranks_in_groups() -> None:
+    """Of which the first rank may have any index."""
+    ranks = on_ranks(lambda x: x * 0 + ragged._rank("x", [[2, 0], [1, 3]]), np.zeros(RANKS, np.int32))
+    np.testing.assert_array_equal(ranks, [1, 0, 0, 1])
 
 
 BAD_NUMBERS: dict[str, tuple[int, tuple[int, int], int, str]] = {  # which of the four, where, what, what is said
