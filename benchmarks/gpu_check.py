@@ -124,12 +124,18 @@ def _equivalence(row: str, outcome: list[Any]) -> Row:
     return (row, f"{text}; left out: {outcome[0]['left_out']}", "all equal")
 
 
+def _messages(form: str, outcome: list[Any]) -> Row:
+    found = [rank if isinstance(rank, str) else {name: rank[name] for name in ("rounds", "wrong")} for rank in outcome]
+    return (f"messages between programs, {form}", json.dumps(found), "none wrong")
+
+
 def _one() -> list[Row]:
     rows: list[Row] = []
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60"}
     growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOCCL_TIMEOUT_S": "60"}
     rows.append(_equivalence("cases, preallocated memory", _run("equivalence", {"seed": 11, "count": 150}, _SHARED, shared)))
     rows.append(_equivalence("cases, growing pool", _run("equivalence", {"seed": 12, "count": 150}, _SHARED, growing)))
+    rows.append(_messages("two processes of one GPU", _run("messages", {"rounds": 20}, _SHARED, shared)))
     profile = _run("profile", {"steps": 20}, _SHARED, shared)[0]
     rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
     for name, env in (("in the stream", shared), ("by the proxy", {**shared, "HOCCL_IN_STREAM_BYTES": "0"})):
@@ -167,6 +173,7 @@ def _two() -> list[Row]:
                 rows.append((f"{operation}, {size} B a rank, {form}", text, ""))
         both = _run("interference", {"size": 8192, "count": 6, "moved": 3 * _GIB, "libraries": _LIBRARIES}, job, env)[0]
         rows.append((f"GEMMs and a transfer, us, {form}", json.dumps(both), "hoccl_jax: +2 %"))
+        rows.append(_messages(form, _run("messages", {"rounds": 50}, job, env)))
         rows.append(_equivalence(f"cases, {form}", _run("equivalence", {"seed": 21, "count": 60}, job, env)))
         for shape in ({"rows": 2048, "width": 8192}, {"rows": 4096, "width": 8192}, {"rows": 8192, "width": 8192}):
             forward = _run("gathered_forward", {**shape, "libraries": _LIBRARIES}, job, env)[0]

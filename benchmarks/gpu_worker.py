@@ -72,9 +72,7 @@ def equivalence(seed: int, count: int) -> dict[str, Any]:
     ran = 0
     left_out: collections.Counter[str] = collections.Counter()
     for case in cases.generate(len(devices), seed, count):
-        if case.operation == "send_recv":
-            left_out["send_recv"] += 1
-        elif case.operation in _REDUCES and case.transform in cases.DIFFERENTIATED:
+        if case.operation in _REDUCES and case.transform in cases.DIFFERENTIATED:
             left_out["reduces"] += 1
         else:
             try:
@@ -89,6 +87,39 @@ def equivalence(seed: int, count: int) -> dict[str, Any]:
             ran += 1
     hoccl_jax.check_errors()
     return {"ran": ran, "left_out": dict(left_out), "failed": failed, "stats": hoccl_jax.stats()}
+
+
+def messages(rounds: int) -> dict[str, Any]:
+    """Programs of one device each: all send to all others, with several tags, and then receive, in the opposite order of tags."""
+    devices = jax.devices(PLATFORM)
+    tags = (1, 2, 3)
+
+    def content(source: int, tag: int, number: Any) -> jax.Array:
+        return jnp.arange(100_000, dtype=jnp.int32) * tag + source * 1000 + number
+
+    def program_of(own: jax.Device) -> Any:
+        others = [device for device in devices if device != own]
+
+        def swap(number: jax.Array) -> jax.Array:
+            for tag in tags:
+                for other in others:
+                    hoccl_jax.send(content(own.id, tag, number), other, tag=tag)
+            wrong = number * 0
+            for tag in reversed(tags):
+                for other in others:
+                    received = hoccl_jax.recv(jax.ShapeDtypeStruct((100_000,), jnp.int32), other, tag=tag)
+                    wrong += jnp.sum(received != content(other.id, tag, number))
+            return wrong
+
+        return jax.jit(swap)
+
+    programs = {device: program_of(device) for device in devices if device.process_index == jax.process_index()}
+    wrong = [
+        program(jax.device_put(np.int32(number), device)) for number in range(rounds) for device, program in programs.items()
+    ]  # without waiting in between
+    total = int(sum(int(each) for each in wrong))
+    hoccl_jax.check_errors()
+    return {"rounds": rounds, "wrong": total, "stats": hoccl_jax.stats()}
 
 
 _measurements = itertools.count()
@@ -357,7 +388,7 @@ def limits(sizes: list[int]) -> dict[str, Any]:
     return peer_copy.pairs(sizes)
 
 
-TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, chains, profile, random_operations, interference)}
+TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, messages, chains, profile, random_operations, interference)}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ that this process holds. One program computes both sides, so each case also mixe
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
 
-OPERATIONS = ("all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "send_recv")
+OPERATIONS = ("all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "send_recv", "exchange", "ragged_all_to_all")
 NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 # XLA:CPU itself can't hold the other types of jax: int1, uint1, float6_*.
 DTYPES = (
@@ -144,6 +145,24 @@ class Lax:
 
     send_recv = ppermute
 
+    @classmethod
+    def exchange(cls, x: Any, *, axis_name: Any, flows: Sequence[hoccl_jax.Flow], rows: int) -> Any:
+        source = np.full((lax.axis_size(axis_name), rows), -1)  # of each row, among those of all ranks
+
+        def leaf(x: Any) -> Any:
+            for src, dst, src_row, dst_row, count in flows:
+                source[dst, dst_row : dst_row + count] = src * x.shape[0] + src_row + np.arange(count)
+            own = jnp.asarray(source)[lax.axis_index(axis_name)]
+            if not flows:
+                return jnp.zeros_like(x, shape=(rows, *x.shape[1:]))
+            everything = lax.all_gather(x, axis_name).reshape(source.shape[0] * x.shape[0], *x.shape[1:])
+            taken = jnp.take(everything, jnp.maximum(own, 0), axis=0)
+            return jnp.where(own.reshape(-1, *[1] * (x.ndim - 1)) >= 0, taken, jnp.zeros_like(taken))
+
+        return cls._carried(leaf, x)
+
+    ragged_all_to_all = exchange  # what differs is when the flows are known
+
 
 class Hoccl:
     """The operations under test."""
@@ -159,6 +178,31 @@ class Hoccl:
         def leaf(x: jax.Array) -> jax.Array:
             token = hoccl_jax.psend(x, **kwargs)
             return hoccl_jax.precv(token, jax.ShapeDtypeStruct(x.shape, x.dtype), **kwargs)
+
+        return jax.tree.map(leaf, x)
+
+    @staticmethod
+    def exchange(x: Any, **kwargs: Any) -> Any:
+        return jax.tree.map(lambda x: hoccl_jax.exchange(x, **kwargs), x)
+
+    @staticmethod
+    def ragged_all_to_all(x: Any, *, axis_name: Any, flows: Sequence[hoccl_jax.Flow], rows: int, **kwargs: Any) -> Any:
+        ranks = lax.axis_size(axis_name)
+        slices = max([1, *collections.Counter((flow.src, flow.dst) for flow in flows).values()])
+        table = np.zeros((4, ranks, ranks, slices), np.int32)  # number, owner, other, slice
+        used: collections.Counter[tuple[int, int]] = collections.Counter()
+        for src, dst, src_row, dst_row, count in flows:
+            slice_ = used[src, dst]
+            used[src, dst] += 1
+            table[:3, src, dst, slice_] = src_row, count, dst_row
+            table[3, dst, src, slice_] = count
+        numbers = jnp.asarray(table.reshape(4, ranks, -1))[:, lax.axis_index(axis_name)]
+
+        def leaf(x: Any) -> Any:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(leaf(jax.random.key_data(x)))
+            output = jnp.zeros_like(x, shape=(rows, *x.shape[1:]))
+            return hoccl_jax.ragged_all_to_all(x, output, *numbers, axis_name=axis_name, **kwargs)
 
         return jax.tree.map(leaf, x)
 
@@ -275,6 +319,10 @@ def _applies(transform: str, operation: str) -> bool:
     """Is it something that jax.lax can do too?"""
     if operation == "send_recv":  # needs a program around it, and has no rules for transformations
         return transform not in DIFFERENTIATED and transform != "eager" and not transform.startswith("vmap")
+    if (
+        operation == "ragged_all_to_all"
+    ):  # jax.lax's rules for it lack the mapped axis; the sizes are arrays, which scans would have to carry
+        return not transform.startswith("vmap_named")
     return transform != "vmap_named_and_mesh" or operation == "all_to_all"
 
 
@@ -309,6 +357,8 @@ def _case(rng: random.Random, number: int, operation: str, transform: str, dtype
         shape[arguments["axis"]] = 1
     if transform == "vmap_of_vjp" and operation == "all_gather" and not arguments["tiled"]:
         arguments["axis"] = len(shape)
+    if operation == "ragged_all_to_all" and transform.startswith("vmap"):
+        shape = [max(1, extent) for extent in shape]
     if transform in DIFFERENTIATED and operation == "all_to_all" and not arguments["tiled"]:
         arguments["concat_axis"] = arguments["split_axis"]
     if transform.startswith("vmap_named"):
@@ -320,7 +370,11 @@ def _case(rng: random.Random, number: int, operation: str, transform: str, dtype
         arguments["to"] = "invarying"
     priority = rng.choice(("foreground", "foreground", "background"))
     # jax.lax.pbroadcast and all_gather(to="reduced") want operands that differ over the axis; the others accept any.
-    input_axes = tuple(names) if operation in ("pbroadcast", "send_recv") else tuple(rng.sample(names, rng.randint(1, len(names))))
+    input_axes = (
+        tuple(names)
+        if operation in ("pbroadcast", "send_recv", "exchange", "ragged_all_to_all")
+        else tuple(rng.sample(names, rng.randint(1, len(names))))
+    )
     return Case(number, operation, transform, dtype, tuple(shape), mesh, input_axes, tuple(arguments.items()), priority, check_vma)
 
 
@@ -345,11 +399,29 @@ def _permute_arguments(rng: random.Random, size: int, _shape: list[int]) -> dict
     return {"perm": tuple(zip(sources, rng.sample(range(size), len(sources)), strict=True))}
 
 
+def _flow_arguments(rng: random.Random, size: int, shape: list[int]) -> dict[str, Any]:
+    """Blocks of random sizes between random ranks. They don't overlap in the operand either, so that each has a gradient of its own."""
+    if not shape:
+        shape.append(rng.choice((1, 2, 3, 5, 7)))
+    rows = rng.choice((1, 3, 8))
+    read, written = [0] * size, [0] * size
+    flows = []
+    for _ in range(rng.randint(0, 4 * size)):
+        src, dst, count = rng.randrange(size), rng.randrange(size), rng.randint(1, 3)
+        if read[src] + count <= shape[0] and written[dst] + count <= rows:
+            flows.append(hoccl_jax.Flow(src, dst, read[src], written[dst], count))
+            read[src] += count
+            written[dst] += count + rng.randint(0, 1)
+    return {"flows": tuple(flows), "rows": rows}
+
+
 _ARGUMENTS: dict[str, Callable[[random.Random, int, list[int]], dict[str, Any]]] = {
     "all_gather": _all_gather_arguments,
     "all_to_all": _all_to_all_arguments,
     "ppermute": _permute_arguments,
     "send_recv": _permute_arguments,
+    "exchange": _flow_arguments,
+    "ragged_all_to_all": _flow_arguments,
     "pshuffle": lambda rng, size, _shape: {"perm": tuple(rng.sample(range(size), size))},
     "pbroadcast": lambda rng, size, _shape: {"source": rng.randrange(size)},
 }

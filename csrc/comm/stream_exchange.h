@@ -106,6 +106,7 @@ class StreamExchange : public ProxyListener {
   struct Target;
   struct Flight;
   struct Waiting;
+  struct Landing;
   struct Execution;
   struct PostKeyHash {
     size_t operator()(const PostKey& key) const;
@@ -124,7 +125,7 @@ class StreamExchange : public ProxyListener {
   PostKey NextKey(Binding* binding, int64_t run);
   Execution* NewExecution(Binding* binding, const PostKey& key, Ticket ticket);
   bool CanPushAtOnce(const Binding& binding, const PostKey& key);
-  void Deliver(const Binding& binding, const StreamPost& post, const cuda::ExportCache::Location& location);
+  void Deliver(Binding* binding, const Execution& execution, const cuda::ExportCache::Location& location);
   void SendMail(int process, const StreamPost& post);
   void TakeMail();
   bool HasNews(uint64_t* seen) const;  // without the mutex: has anything been posted since?
@@ -153,6 +154,8 @@ class StreamExchange : public ProxyListener {
   Status TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
   Status PostSend(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
   Status ReceiveFromItself(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers);
+  Result<Landing> FindLanding(const Binding& binding, CUdeviceptr result);
+  Status Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result);
   Result<StagingBuffer> TakeStaging(Device* device, int64_t bytes);
   Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
   bool Match(Device* device, Execution* execution);

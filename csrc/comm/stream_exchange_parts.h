@@ -68,6 +68,14 @@ struct StreamExchange::Target {
   std::shared_ptr<const cuda::ImportedMemory> memory;  // null for memory of this process
 };
 
+// Where the others write a result.
+struct StreamExchange::Landing {
+  CUdeviceptr address = 0;
+  cuda::ExportCache::Location location;
+  std::optional<StagingBuffer> staging;  // if it is not the result itself,
+  Ticket landed;                         // until it has been copied there
+};
+
 // What an execution sends to one rank.
 struct StreamExchange::Flight {
   enum class Way : uint8_t { kUnmatched, kInStream, kProxy, kToItself, kDropped };
@@ -98,6 +106,8 @@ struct StreamExchange::Execution {
   CUdeviceptr operand = 0;
   CUdeviceptr result = 0;
   std::optional<StagingBuffer> staging;  // of a send, in which its operand lies; then its flags are the buffer's
+  std::optional<StagingBuffer> landing;  // in which `result` lies, until it has been copied to the program's,
+  Ticket landed;                         // which this says
   uint32_t value = 0;                    // of all its flags
   uint32_t slot = 0;                     // ready, arrivals, departures
   uint32_t arrivals = 0;

@@ -103,9 +103,16 @@ void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_
 
 // Posts on their way.
 
-void StreamExchange::Deliver(const Binding& binding, const StreamPost& post, const cuda::ExportCache::Location& location) {
-  if (!own_memory_.contains(post.memory)) own_memory_.emplace(post.memory, std::pair(binding.device_, location.allocation));
-  for (int process : binding.sources_) {
+void StreamExchange::Deliver(Binding* binding, const Execution& execution, const cuda::ExportCache::Location& location) {
+  StreamPost& post = binding->post_;
+  post.key = execution.key;
+  post.occurrence = execution.occurrence;
+  post.memory = location.key;
+  post.offset = location.offset;
+  post.address = execution.result;
+  post.value = execution.value;
+  if (!own_memory_.contains(post.memory)) own_memory_.emplace(post.memory, std::pair(binding->device_, location.allocation));
+  for (int process : binding->sources_) {
     if (process == options_.process) {
       Accept(post);
       continue;
@@ -193,6 +200,7 @@ void StreamExchange::Watch(Device* device) {
 bool StreamExchange::IsOver(const Execution& execution) const {
   const FlagMemory& own = resources_->flags->memory();
   if (!own.HasReached(execution.Ready()) || execution.table) return false;
+  if (execution.landing && !own.HasReached(execution.landed)) return false;
   for (uint32_t i = 0; i < execution.arrivals; ++i) {
     if (!own.HasReached(execution.Arrival(i))) return false;
   }
@@ -216,8 +224,10 @@ void StreamExchange::Retire(Device* device) {
         own.Advance((*execution)->Departure(flight.out.departure));
       flight.target = {};
     }
-    if ((*execution)->staging) device->staging->GiveBack(*(*execution)->staging);
-    (*execution)->staging.reset();
+    for (std::optional<StagingBuffer>* buffer : {&(*execution)->staging, &(*execution)->landing}) {
+      if (*buffer) device->staging->GiveBack(**buffer);
+      buffer->reset();
+    }
     (*execution)->plan.reset();
     spare_.push_back(std::move(*execution));
   }

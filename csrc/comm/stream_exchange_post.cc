@@ -27,28 +27,26 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, cons
 Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused) {
   const GroupPlan& plan = *binding->plan_;
   Device* device = binding->device_;
-  if (plan.call->operation.kind == Kind::kSend) return PostSend(binding, run, stream, buffers, refused);
-  HOCCL_RETURN_IF_ERROR(Start(*binding, stream, buffers));
-  if (plan.call->operation.kind == Kind::kRecv && !binding->own_.empty()) return ReceiveFromItself(binding, run, stream, buffers);
-  const bool ragged = plan.call->operation.kind == Kind::kRaggedAllToAll;
-  if (binding->arrivals_ == 0 && binding->out_.empty() && !ragged) {
+  const Kind kind = plan.call->operation.kind;
+  if (kind == Kind::kSend) return PostSend(binding, run, stream, buffers, refused);
+  if (kind == Kind::kRecv && !binding->own_.empty()) return ReceiveFromItself(binding, run, stream, buffers);
+  if (binding->arrivals_ == 0 && binding->out_.empty() && kind != Kind::kRaggedAllToAll) {
+    HOCCL_RETURN_IF_ERROR(Start(*binding, stream, buffers));
     for (const StridedCopy& copy : binding->own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
     return stream.CopyAll(buffers.result, buffers.operand, binding->own_);
   }
   const Result<Ticket> ticket = resources_->flags->Issue(binding->slot_);
   if (!ticket.ok()) return ticket.status();
-  cuda::ExportCache::Location location;
+  Landing landing;
+  landing.address = buffers.result;
   if (binding->arrivals_ > 0) {
-    const auto bytes = static_cast<size_t>(plan.call->operation.ResultBytes());
-    Result<cuda::ExportCache::Location> found = device->exports->Locate(buffers.result, bytes);
-    if (!found.ok()) {
+    Result<Landing> found = FindLanding(*binding, buffers.result);
+    if (!found.ok())
       return {found.status().code(), "the result of " + plan.communicator.RankName(binding->rank_) + ": " + found.status().message()};
-    }
-    location = *std::move(found);
+    landing = *std::move(found);
   }
-
   std::optional<PinnedPiece> table;
-  if (ragged) {
+  if (kind == Kind::kRaggedAllToAll) {
     const int64_t bytes = RaggedTableSize(plan.call->operation) * buffers.table_item_bytes;
     const Result<PinnedPiece> taken = device->tables->Take(static_cast<size_t>(bytes));
     if (!taken.ok()) return taken.status();
@@ -61,35 +59,62 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
       *refused = true;
       if (table) device->tables->GiveBack(*table);
+      if (landing.staging) device->staging->GiveBack(*landing.staging);
       return can;
     }
     execution = NewExecution(binding, NextKey(binding, run), *ticket);
     execution->operand = buffers.operand;
-    execution->result = buffers.result;
+    execution->result = landing.address;
+    execution->landing = landing.staging;
+    execution->landed = landing.landed;
     execution->table = table;
     execution->table_on_device = buffers.table;
     execution->table_item_bytes = buffers.table_item_bytes;
-    if (ragged) {
-      device->AddUnread({resources_->flags->memory().address(execution->slot), execution->value});
-      device->wake.notify_one();
-    }
-    if (binding->arrivals_ > 0) {
-      StreamPost& post = binding->post_;
-      post.key = execution->key;
-      post.occurrence = execution->occurrence;
-      post.memory = location.key;
-      post.offset = location.offset;
-      post.address = buffers.result;
-      post.value = execution->value;
-      Deliver(*binding, post, location);
-    }
+    if (binding->arrivals_ > 0) Deliver(binding, *execution, landing.location);
+  }
+  if (table) {
+    device->AddUnread({resources_->flags->memory().address(ticket->slot), ticket->value});
+    device->wake.notify_one();
   }
   if (!Match(device, execution)) {
     std::lock_guard lock(mutex_);
     TakeMail();
     if (!MatchAll(device, execution)) Await(device, execution);
   }
-  return failed_ ? failure() : Enqueue(*binding, execution, stream);
+  if (failed_) return failure();
+  HOCCL_RETURN_IF_ERROR(Start(*binding, stream, {.result = landing.address, .initial = buffers.initial}));
+  HOCCL_RETURN_IF_ERROR(Enqueue(*binding, execution, stream));
+  return landing.staging ? Land(*execution, stream, buffers.result) : Status();
+}
+
+// Where others write: in the result, or, if it can't be shared with them, in a buffer of ours.
+Result<StreamExchange::Landing> StreamExchange::FindLanding(const Binding& binding, CUdeviceptr result) {
+  const int64_t bytes = binding.plan_->call->operation.ResultBytes();
+  cuda::ExportCache& exports = *binding.device_->exports;
+  Landing landing;
+  landing.address = result;
+  Result<cuda::ExportCache::Location> location = exports.Locate(result, static_cast<size_t>(bytes));
+  if (location.status().code() == Code::kFailedPrecondition) {
+    const Result<StagingBuffer> staging = TakeStaging(binding.device_, bytes);
+    if (!staging.ok()) return staging.status();
+    const Result<Ticket> landed = resources_->flags->Issue(staging->slot);
+    if (!landed.ok()) return landed.status();
+    landing.address = staging->address;
+    landing.staging = *staging;
+    landing.landed = *landed;
+    location = exports.Locate(staging->address, static_cast<size_t>(bytes));
+  }
+  if (!location.ok()) return location.status();
+  landing.location = *std::move(location);
+  return landing;
+}
+
+// From the buffer into the result, once all is there.
+Status StreamExchange::Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result) {
+  const int64_t bytes = execution.plan->call->operation.ResultBytes();
+  HOCCL_RETURN_IF_ERROR(stream.Copy(result, execution.result, {.row_bytes = bytes}));
+  statistics_->CountBytes(Engine::kStaging, bytes);
+  return stream.WriteFlag(resources_->flags->memory().OnDevice(execution.landed));
 }
 
 // What comes first in the stream: the result becomes what it is but for what arrives.

@@ -77,6 +77,32 @@ TEST_P(CudaExchangeTest, EveryKindInEveryWayGivesTheRightBytes) {
   }
 }
 
+TEST_P(CudaExchangeTest, ResultsThatCannotBeSharedGoThroughBuffers) {
+  if (!OnFake() && GetParam().each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
+  CudaJob job(driver(), GetParam().processes, GetParam().each, {.dma_chunk_bytes = 4096});
+  job.UnshareResults();
+  std::vector<int> order;
+  for (int rank = 0; rank < job.size(); ++rank) order.push_back(rank);
+  for (const Priority priority : {Priority::kForeground, Priority::kBackground}) {
+    for (const auto& call : SomeCalls(job.size(), priority)) {
+      for (int64_t run = 1; run < 4; ++run) RunAndCheck(job, call, run, order);
+    }
+  }
+  EXPECT_GT(job.Statistic("bytes/staging"), 0);
+  // Ranks far ahead of each other, each execution with a buffer of its own.
+  const auto call = MakeCall(AllGather(1000), {{0, 1}}, 300);
+  for (int rank : {1, 0}) {
+    Store(job.cuda(rank), job.operand(rank), OperandOf(*call, rank, 1));
+    for (int64_t run = 1; run < 30; ++run) ASSERT_OK(job.Post(call, rank, run));
+  }
+  for (int rank : {0, 1}) {
+    ASSERT_OK(job.stream(rank).Synchronize());
+    const Bytes wanted = Expected(*call, {0, 1}, rank, 1);
+    EXPECT_EQ(Load(job.cuda(rank), job.result(rank), wanted.size()), wanted);
+  }
+  EXPECT_EQ(job.Statistic("failures"), 0);
+}
+
 class CudaOwnSliceTest : public cuda::CudaTest {};
 
 // They are copied in a stream beside the program's.
@@ -84,7 +110,9 @@ TEST_F(CudaOwnSliceTest, LargeOnesAreRightToo) {
   constexpr int64_t kBytes = 8 << 20;
   CudaJob job(driver(), 2, 1, {}, 2 * kBytes);
   const auto call = MakeCall(AllGather(kBytes / 4), {{0, 1}}, 1);
-  for (int64_t run = 1; run < 3; ++run) RunAndCheck(job, call, run, {0, 1});
+  RunAndCheck(job, call, 1, {0, 1});
+  job.UnshareResults();
+  RunAndCheck(job, call, 2, {0, 1});
 }
 
 TEST_P(CudaExchangeTest, ManyCallsMayBeInTheStreamsAtATime) {

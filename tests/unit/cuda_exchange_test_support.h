@@ -31,6 +31,26 @@ using cuda::Store;
 
 inline constexpr size_t kBufferBytes = 1 << 20;
 
+// Device memory that no other process and no other device can use, as of a pool.
+class UnsharedMemory {
+ public:
+  UnsharedMemory(const CudaDevice& device, size_t bytes) {
+    CUmemAllocationProp properties = {};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = device.handle();
+    cuda::ScopedContext scope(device);
+    CUmemGenericAllocationHandle handle = 0;
+    EXPECT_OK(device.driver().MemCreate(&handle, bytes, &properties, 0));
+    const cuda::MemoryReference memory(device, handle);
+    mapping_ = Must(cuda::VirtualMapping::Map(device, memory, bytes));
+  }
+  CUdeviceptr address() const { return mapping_->address(); }
+
+ private:
+  std::unique_ptr<cuda::VirtualMapping> mapping_;
+};
+
 // A job of `processes` worlds with `each` ranks. Rank r is device r of the job; its GPU is the r-th of its process, so that processes share
 // GPUs.
 class CudaJob {
@@ -65,7 +85,13 @@ class CudaJob {
   Status failure(int rank) { return world(rank).streams()->failure(); }
   cuda::StreamView stream(int rank) { return ranks_[rank].stream->view(); }
   CUdeviceptr operand(int rank) { return ranks_[rank].operand->address(); }
-  CUdeviceptr result(int rank) { return ranks_[rank].result->address(); }
+  CUdeviceptr result(int rank) {
+    return ranks_[rank].unshared != nullptr ? ranks_[rank].unshared->address() : ranks_[rank].result->address();
+  }
+  // From here on results are in memory that can't be shared.
+  void UnshareResults() {
+    for (Rank& rank : ranks_) rank.unshared = std::make_unique<UnsharedMemory>(*rank.cuda, rank.result->bytes());
+  }
   CUdeviceptr initial(int rank) { return ranks_[rank].initial->address(); }
   const CudaDevice& cuda(int rank) { return *ranks_[rank].cuda; }
 
@@ -100,6 +126,7 @@ class CudaJob {
     std::unique_ptr<DeviceMemory> operand;
     std::unique_ptr<DeviceMemory> result;
     std::unique_ptr<DeviceMemory> initial;
+    std::unique_ptr<UnsharedMemory> unshared;
   };
   const int each_;
   std::vector<Rank> ranks_;
