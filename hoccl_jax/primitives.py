@@ -172,7 +172,9 @@ def transpose(collective: Collective, cotangent: Any, operand: Any, *, options: 
         return [PRIMITIVES[twin].bind(cotangent, options=options, **params)]
     if twin is parallel.pbroadcast_p:
         source = range(lax.axis_size(axis_name))[params["source"]]
-        return [jnp.where(lax.axis_index(axis_name) == source, lax.psum(cotangent, axis_name), 0)]
+        summed = jnp.where(lax.axis_index(axis_name) == source, lax.psum(cotangent, axis_name), 0)
+        # Under vmap an array without elements loses what it varies over.
+        return [core.pvary(summed, tuple(operand.aval.mat.varying - core.typeof(summed).mat.varying))]
     return redirected(ad.primitive_transposes[twin], options, cotangent, operand, **params)
 
 
