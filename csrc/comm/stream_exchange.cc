@@ -145,6 +145,17 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
   }
   for (Binding::Out& out : binding->out_) out.users = users[out.dst];
   binding->arrivals_ = SidesOf(plan->call->operation.kind).receives ? arrivals[rank] : 0;
+  if (const Status got = GetResources(binding.get()); !got.ok()) return Abort(*plan, 0, 0, got);
+  binding->post_.process = options_.process;
+  binding->post_.device = communicator.devices[rank];
+  binding->post_.signature = plan->call->signature;
+  binding->post_.slot = binding->slot_;
+  binding->post_.SetBrought(plan->call->operation.ToString() + " over communicator " + communicator.ToString());
+  binding->resources_ = resources_;
+  return binding;
+}
+
+Status StreamExchange::GetResources(Binding* binding) {
   const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size());
   const Result<uint32_t> slot = resources_->flags->AcquireSlots(slots);
   if (!slot.ok()) return slot.status();
@@ -159,13 +170,7 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
     if (!created.ok()) return created.status();
     *event = *std::move(created);
   }
-  binding->post_.process = options_.process;
-  binding->post_.device = communicator.devices[rank];
-  binding->post_.signature = plan->call->signature;
-  binding->post_.slot = *slot;
-  binding->post_.SetBrought(plan->call->operation.ToString() + " over communicator " + communicator.ToString());
-  binding->resources_ = resources_;
-  return binding;
+  return {};
 }
 
 void StreamExchange::Binding::AddPair(int first, int count, int this_process, std::vector<uint32_t>* arrivals, std::vector<int>* users) {
@@ -183,6 +188,12 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, st
   if (sides.sends && src == rank_)
     out_.push_back({.dst = dst, .first = first, .count = count, .arrival = arrival, .departure = static_cast<uint32_t>(out_.size())});
   if (sides.receives && dst == rank_ && std::find(sources_.begin(), sources_.end(), source) == sources_.end()) sources_.push_back(source);
+}
+
+Status StreamExchange::Abort(const GroupPlan& plan, int64_t run, uint32_t occurrence, const Status& reason) {
+  std::lock_guard lock(mutex_);
+  Fail(Status(reason.code(), plan.Describe(run, occurrence) + ": " + reason.message()), true);
+  return failure_;
 }
 
 Status StreamExchange::failure() {

@@ -87,6 +87,9 @@ class StreamExchange : public ProxyListener {
   // Enqueues one execution of a call in the device's stream. Returns at once; an error means that nothing more will run.
   Status Post(Binding* binding, int64_t run, CUstream stream, const StreamBuffers& buffers);
 
+  // Fails the exchange because a rank of a call can't go on: the others would wait for it. Returns the failure.
+  Status Abort(const GroupPlan& plan, int64_t run, uint32_t occurrence, const Status& reason);
+
   // The failure that ended the exchange; OK while it runs.
   Status failure();
 
@@ -118,6 +121,7 @@ class StreamExchange : public ProxyListener {
 
   explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics);
   Status StartDevices();
+  Status GetResources(Binding* binding);
   void Run(Device* device);
 
   // All of these with mutex_ held.
@@ -195,6 +199,7 @@ class StreamExchange::Binding {
  public:
   ~Binding();
   const GroupPlan& plan() const { return *plan_; }
+  uint32_t executions() const { return executions_; }
 
  private:
   friend class StreamExchange;

@@ -29,7 +29,8 @@ Status StreamExchange::AwaitPeer(int process) {
   if (process == options_.process) return {};
   std::unique_lock lock(mutex_);
   const Peer& peer = *peers_[process];
-  const bool done = peers_changed_.wait_for(lock, options_.timeout, [&] { return peer.ready() || peer.lost; });
+  const bool done = peers_changed_.wait_for(lock, options_.timeout, [&] { return peer.ready() || peer.lost || failed_; });
+  if (failed_) return failure_;
   if (peer.ready()) return {};
   const std::string name = "process " + std::to_string(process);
   return done ? Unavailable(name + " " + peer.how) : DeadlineExceeded(name + " did not say where its flags are");

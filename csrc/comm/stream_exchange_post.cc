@@ -17,11 +17,7 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, cons
   bool refused = false;
   const Status posted =
       scope.status().ok() ? TryPost(binding, run, cuda::StreamView(*binding->device_->cuda, handle), buffers, &refused) : scope.status();
-  if (posted.ok() || refused) return posted;
-  // The other ranks would wait for this one.
-  std::lock_guard lock(mutex_);
-  Fail(Status(posted.code(), plan.Describe(run, occurrence) + ": " + posted.message()), true);
-  return failure_;
+  return posted.ok() || refused ? posted : Abort(plan, run, occurrence, posted);
 }
 
 Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused) {

@@ -28,24 +28,35 @@ Result<std::unique_ptr<cuda::Event>> StreamFutures::TakeEvent(Device* device) {
 
 Status StreamFutures::Start(StreamExchange::Binding* binding, int64_t device_id, int64_t run, CUstream program, CUdeviceptr operand,
                             CUdeviceptr result) {
-  std::unique_lock lock(mutex_);
+  const uint32_t occurrence = binding->executions();
+  const auto abort = [&](const Status& reason) { return exchange_->Abort(binding->plan(), run, occurrence, reason); };
+  const Priority priority = binding->plan().call->operation.priority;
+  const cuda::CopyStream* stream = nullptr;
+  std::unique_ptr<cuda::Event> event;
+  if (const Status forked = Fork(device_id, priority, program, &stream, &event); !forked.ok()) return abort(forked);
+  HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream->handle(), {.operand = operand, .result = result}));
+  if (const Status recorded = stream->Record(*event); !recorded.ok()) return abort(recorded);
+  std::lock_guard lock(mutex_);
+  Operation& operation = operations_[{device_id, result}];
+  if (operation.ended != nullptr)
+    devices_[device_id].spare.push_back(std::move(operation.ended));  // of a program that failed before its done
+  operation = {.operand = operand, .ended = std::move(event)};
+  return {};
+}
+
+// Our stream goes on from where the program's stream is. The event serves both ends: a wait that has been enqueued keeps to the record
+// before it.
+Status StreamFutures::Fork(int64_t device_id, Priority priority, CUstream program, const cuda::CopyStream** stream,
+                           std::unique_ptr<cuda::Event>* event) {
+  std::lock_guard lock(mutex_);
   const Result<Device*> device = DeviceOf(device_id);
   if (!device.ok()) return device.status();
-  const Priority priority = binding->plan().call->operation.priority;
-  const cuda::CopyStream& stream = *(*device)->streams[static_cast<size_t>(priority)];
-  Result<std::unique_ptr<cuda::Event>> event = TakeEvent(*device);
-  if (!event.ok()) return event.status();
-  lock.unlock();  // the devices' handlers look out for each other's posts
-  // One event serves both ends: a wait that has been enqueued keeps to the record before it.
+  Result<std::unique_ptr<cuda::Event>> taken = TakeEvent(*device);
+  if (!taken.ok()) return taken.status();
+  *event = *std::move(taken);
+  *stream = (*device)->streams[static_cast<size_t>(priority)].get();
   HOCCL_RETURN_IF_ERROR(cuda::StreamView(*(*device)->cuda, program).Record(**event));
-  HOCCL_RETURN_IF_ERROR(stream.WaitEvent(**event));
-  HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream.handle(), {.operand = operand, .result = result}));
-  HOCCL_RETURN_IF_ERROR(stream.Record(**event));
-  lock.lock();
-  Operation& operation = operations_[{device_id, result}];
-  if (operation.ended != nullptr) (*device)->spare.push_back(std::move(operation.ended));  // of a program that failed before its done
-  operation = {.operand = operand, .ended = *std::move(event)};
-  return {};
+  return (*stream)->WaitEvent(**event);
 }
 
 Status StreamFutures::Done(int64_t device_id, CUstream program, CUdeviceptr operand, CUdeviceptr buffer, CUdeviceptr result, int64_t bytes,

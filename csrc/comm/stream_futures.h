@@ -40,6 +40,8 @@ class StreamFutures {
     std::unique_ptr<cuda::Event> ended;
   };
 
+  Status Fork(int64_t device, Priority priority, CUstream program, const cuda::CopyStream** stream, std::unique_ptr<cuda::Event>* event);
+
   // With mutex_ held.
   Result<Device*> DeviceOf(int64_t device);
   Result<std::unique_ptr<cuda::Event>> TakeEvent(Device* device);

@@ -48,7 +48,10 @@ class FlagProbe {
 
   ~FlagProbe() {
     if (stuck_) return;  // releasing memory that a stream still waits on would block; the page is the price
-    if (stream_ != nullptr) (void)driver_.StreamDestroy(stream_);
+    if (stream_ != nullptr) {
+      (void)driver_.StreamSynchronize(stream_);  // a write may be on its way to the page
+      (void)driver_.StreamDestroy(stream_);
+    }
     if (registered_) (void)driver_.MemHostUnregister(page_);
     if (page_ != nullptr) munmap(page_, bytes_);
   }
