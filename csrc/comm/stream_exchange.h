@@ -34,9 +34,9 @@
 
 #include "csrc/base/status.h"
 #include "csrc/comm/communicator.h"
+#include "csrc/comm/device_staging.h"
 #include "csrc/comm/mailbox.h"
 #include "csrc/comm/proxy.h"
-#include "csrc/comm/device_staging.h"
 #include "csrc/comm/statistics.h"
 #include "csrc/device/cuda/context.h"
 #include "csrc/device/cuda/memory_cache.h"
