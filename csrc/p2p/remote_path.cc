@@ -19,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kLinger{30};
 // Where the transport has no room it is asked again after so long.
 constexpr std::chrono::milliseconds kNap{1};
+// While something is on its way; a provider that would not wake the thread for it must not stop it.
+constexpr std::chrono::milliseconds kDoze{20};
 constexpr std::chrono::seconds kSleep{10};
 
 }  // namespace
@@ -155,7 +157,8 @@ void RemotePath::Sleep() {
     if (!commands_.empty()) sleeping_ = false;
     stopping = stopping_;
   }
-  if (sleeping_) transport_->Wait(again_ || stopping ? kNap : kSleep);
+  const bool busy = !outgoing_.empty() || free_indices_.size() < incoming_.size();
+  if (sleeping_) transport_->Wait(again_ || stopping ? kNap : busy ? kDoze : std::chrono::milliseconds(kSleep));
   sleeping_ = false;
 }
 

@@ -222,6 +222,8 @@ class OfiTransport : public Transport {
       resetting_ = false;
       if (has_early_) return;
     }
+    fid* queue = &queue_->fid;
+    if (wait_descriptor_ >= 0 && fi_trywait(fabric_.get(), &queue, 1) != 0) return;  // it has read something ahead
     std::array<pollfd, 2> waited = {pollfd{wake_.get(), POLLIN, 0}, pollfd{wait_descriptor_, POLLIN, 0}};
     ::poll(waited.data(), waited.size(), static_cast<int>(most.count()));
     was_ready_ = waited[1].revents != 0;
