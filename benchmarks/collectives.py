@@ -31,6 +31,7 @@ _WARM_UP = 3
 
 _SIZES = flags.DEFINE_list("sizes", None, "Bytes a rank: of the result for all_gather, of the operand for the others.", required=True)
 _REPEATS = flags.DEFINE_integer("repeats", None, "Samples of each implementation.", lower_bound=1, required=True)
+_CHOSEN = flags.DEFINE_multi_enum("operation", _OPERATIONS, _OPERATIONS, "Operations to measure; repeatable.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where process 0 writes the samples (JSON).", required=True)
 
 Step = Callable[[jax.Array], jax.Array]
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     del argv
     mesh = Mesh(np.array(jax.devices()), "x")
     barrier = make_barrier(mesh)
-    results = [measure(op, int(size), _REPEATS.value, mesh, barrier) for size in _SIZES.value for op in _OPERATIONS]
+    results = [measure(op, int(size), _REPEATS.value, mesh, barrier) for size in _SIZES.value for op in _CHOSEN.value]
     if jax.process_index() == 0:
         pathlib.Path(_OUTPUT.value).write_text(json.dumps([dataclasses.asdict(result) for result in results]))
 

@@ -74,7 +74,10 @@ void Rendezvous::OnSendDone(void* context, const Status& status) {
     --post->unfinished;
     --post->active;
     --post->sends;
-    if (!status.ok() && !meeting->failed()) {
+    // A lost process may have read everything and left in order before this end of its last write was seen: whether it is missed,
+    // OnProcessLost has decided.
+    const bool lost = status.code() == Code::kUnavailable;
+    if (!status.ok() && !lost && !meeting->failed()) {
       Fail(meeting,
            Status(status.code(), meeting->Describe(post->occurrence) + ": sending from " +
                                      meeting->plan->communicator.RankName(post->rank) + " failed: " + status.message()),

@@ -1,4 +1,11 @@
-"""Hosts on one machine: network namespaces on a common switch, each with an interface, a name and processes of its own. Needs root."""
+"""Hosts on one machine: network namespaces on a common switch, each with an interface, an address and processes of its own.
+
+    with Hosts(2) as hosts, HostRanks(hosts, ["train.py"], devices=4) as job:
+        job.wait(timeout=600)
+
+Programs run in them as on hosts that a network connects, so a job over several hosts can be tried, and its cables taken out, on a laptop.
+Needs Linux, the program `ip` and root.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,6 @@ from types import TracebackType
 from typing import Self
 
 from hoccl_jax.tools import launch
-from tests.multiprocess import jobs
 
 _ETC = pathlib.Path("/etc/netns")  # `ip netns exec NAME` shows /etc/netns/NAME/* as /etc/*
 
@@ -119,7 +125,7 @@ class HostRanks:
                         program,
                         processes=processes_each,
                         devices=devices,
-                        env={**jobs.environment(), **(env or {})},
+                        env=env,
                         command=hosts.command(host),
                         coordinator=f"{hosts.address(0)}:4711",
                         first_rank=host * processes_each,
@@ -164,29 +170,3 @@ class HostRanks:
     def close(self) -> None:
         for ranks in self._ranks:
             ranks.close()
-
-
-def start(
-    hosts: Hosts, program: str, *args: str, processes_each: int = 1, devices: int = 2, env: Mapping[str, str] | None = None
-) -> HostRanks:
-    """Starts a program of tests/multiprocess/programs or tests/multihost/programs (`multihost.NAME`) over all hosts."""
-    package, _, name = program.rpartition(".")
-    module = f"tests.{package or 'multiprocess'}.programs.{name}"
-    return HostRanks(hosts, ["-m", module, *args], processes_each=processes_each, devices=devices, env=env)
-
-
-def run(
-    hosts: Hosts,
-    program: str,
-    *args: str,
-    processes_each: int = 1,
-    devices: int = 2,
-    env: Mapping[str, str] | None = None,
-    deadline_s: float = jobs.DEADLINE_S,
-) -> list[list[dict[str, object]]]:
-    """As `jobs.run`."""
-    with start(hosts, program, *args, processes_each=processes_each, devices=devices, env=env) as ranks:
-        results = ranks.wait(deadline_s)
-    if any(result.returncode for result in results):
-        raise launch.LaunchError(f"{program} {' '.join(args)} failed", results)
-    return [jobs.reports(result) for result in results]
