@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from absl import flags
 
-from benchmarks import network
+from benchmarks import network_cases
 from benchmarks.report import Samples
 from hoccl_jax.tools.hosts import Hosts, why_not
 
 
 def test_rates_are_those_of_one_direction() -> None:
-    gather = network.Row(Samples("all_gather", 2_000_000, [0.001] * 3, [0.002] * 3, []), [0.0005] * 3, [])
+    gather = network_cases.Row(Samples("all_gather", 2_000_000, [0.001] * 3, [0.002] * 3, []), [0.0005] * 3, [])
     assert gather.cells()[2:] == ["1.00 (1.00..1.00)", "0.50 (0.50..0.50)", "2.00 (2.00..2.00)", "", "2.00", "50%", ""]
-    permute = network.Row(Samples("ppermute", 2_000_000, [0.001] * 3, [0.002] * 3, []), [0.001] * 3, [0.0005] * 3)
+    permute = network_cases.Row(Samples("ppermute", 2_000_000, [0.001] * 3, [0.002] * 3, []), [0.001] * 3, [0.0005] * 3)
     assert permute.cells()[2:] == [
         "2.00 (2.00..2.00)",
         "1.00 (1.00..1.00)",
@@ -26,10 +25,8 @@ def test_rates_are_those_of_one_direction() -> None:
 
 @pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 def test_every_way_is_measured() -> None:
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["network"])
     with Hosts(2) as hosts:
-        rows = network.compare(hosts, [1 << 18], 2)
+        rows = network_cases.compare(hosts, [1 << 18], 2)
     assert [(row.samples.operation, row.samples.size) for row in rows] == [("all_gather", 1 << 18), ("ppermute", 1 << 18)]
     for row in rows:
         assert len(row.samples.hoccl) == len(row.samples.lax) == len(row.tcp) == 2
