@@ -43,13 +43,14 @@ class FlagProbe {
     Store(kGo);  // also after an error: the stream must not stay blocked
     HOCCL_RETURN_IF_ERROR(reached);
     if (early) return Unimplemented("cuStreamBatchMemOp: the device did not wait for a flag in host memory");
-    return Await(kPassed, "a flag that the host writes did not reach the device");
+    HOCCL_RETURN_IF_ERROR(Await(kPassed, "a flag that the host writes did not reach the device"));
+    return driver_.StreamSynchronize(stream_);
   }
 
   ~FlagProbe() {
     if (stuck_) return;  // releasing memory that a stream still waits on would block; the page is the price
     if (stream_ != nullptr) {
-      (void)driver_.StreamSynchronize(stream_);  // a write may be on its way to the page
+      (void)driver_.StreamSynchronize(stream_);  // after an error: a write may be on its way to the page
       (void)driver_.StreamDestroy(stream_);
     }
     if (registered_) (void)driver_.MemHostUnregister(page_);
