@@ -79,9 +79,11 @@ bazel-test: venv
 py-test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The same with the oldest supported jax. Skipped where Python 3.11 is the reference itself or is missing.
+# The same with the oldest supported jax, without the tests that any jax would do for. Skipped where Python 3.11 is the reference itself or is missing.
+ANY_JAX = multihost multiprocess/test_leaks.py multiprocess/test_plans.py unit/test_benchmarks.py unit/test_launch.py unit/test_schedule.py \
+  unit/test_schedule_benchmark.py
 py-test-oldest:
-	$(if $(OLDEST),$(MAKE) py-test VENV=$(OLDEST_VENV) PYTHON="$(OLDEST)",@echo "No Python 3.11 beside the reference: nothing to do.")
+	$(if $(OLDEST),$(MAKE) py-test VENV=$(OLDEST_VENV) PYTHON="$(OLDEST)" PYTEST_ARGS="$(ANY_JAX:%=--ignore=tests/%) $(PYTEST_ARGS)",@echo "No Python 3.11 beside the reference: nothing to do.")
 
 oldest-requirements:
 	$(if $(OLDEST),$(MAKE) $(OLDEST_VENV)/.requirements VENV=$(OLDEST_VENV) PYTHON="$(OLDEST)")
