@@ -41,19 +41,11 @@ struct Form {
 
 // The ranks' side of it, which is the test's and doesn't fail: devices, streams and memory.
 struct Ranks {
-  struct Rank {
-    std::unique_ptr<CudaDevice> cuda;
-    std::unique_ptr<ProgramStream> stream;
-    std::unique_ptr<DeviceMemory> operand;
-    std::unique_ptr<DeviceMemory> result;
-    std::unique_ptr<DeviceMemory> initial;
-    std::unique_ptr<UnsharedMemory> unshared;
-  };
-  std::vector<Rank> ranks;
+  std::vector<CudaRank> ranks;
 
   Ranks(const cuda::Driver& driver, int each) {
     for (int i = 0; i < 2; ++i) {
-      Rank& rank = ranks.emplace_back();
+      CudaRank& rank = ranks.emplace_back();
       rank.cuda = Must(CudaDevice::Attach(driver, i % each));
       rank.stream = std::make_unique<ProgramStream>(*rank.cuda);
       rank.operand = Must(DeviceMemory::Allocate(*rank.cuda, 8 << 20));
@@ -65,7 +57,7 @@ struct Ranks {
   }
 
   bool Idle() const {
-    return std::all_of(ranks.begin(), ranks.end(), [](const Rank& rank) {
+    return std::all_of(ranks.begin(), ranks.end(), [](const CudaRank& rank) {
       const Result<bool> done = rank.stream->view().Done();
       return done.ok() && *done;
     });
@@ -141,12 +133,12 @@ class Life {
     for (int rank : {0, 1}) {
       const Result<StreamExchange::Binding*> binding = BindingOf(started, rank);
       if (!binding.ok()) return binding.status();
-      const Ranks::Rank& its = ranks_.ranks[rank];
+      const CudaRank& its = ranks_.ranks[rank];
       HOCCL_RETURN_IF_ERROR(
           WorldOf(rank).stream_futures()->Start(*binding, rank, 1, its.stream->stream(), its.operand->address(), its.result->address()));
     }
     for (int rank : {0, 1}) {
-      const Ranks::Rank& its = ranks_.ranks[rank];
+      const CudaRank& its = ranks_.ranks[rank];
       HOCCL_RETURN_IF_ERROR(WorldOf(rank).stream_futures()->Done(rank, its.stream->stream(), its.operand->address(), its.result->address(),
                                                                  its.initial->address() + (1 << 20), 8000, "all_gather"));
     }
@@ -166,7 +158,7 @@ class Life {
     for (int rank : {0, 1}) {
       const Result<StreamExchange::Binding*> binding = BindingOf(call, rank);
       if (!binding.ok()) return binding.status();
-      const Ranks::Rank& its = ranks_.ranks[rank];
+      const CudaRank& its = ranks_.ranks[rank];
       HOCCL_RETURN_IF_ERROR(WorldOf(rank).streams()->Post(*binding, 1, its.stream->stream(),
                                                           {.operand = its.operand->address(),
                                                            .result = unshared ? its.unshared->address() : its.result->address(),

@@ -51,6 +51,16 @@ class UnsharedMemory {
   std::unique_ptr<cuda::VirtualMapping> mapping_;
 };
 
+// What a rank has on its device, apart from the engine.
+struct CudaRank {
+  std::unique_ptr<CudaDevice> cuda;
+  std::unique_ptr<ProgramStream> stream;
+  std::unique_ptr<DeviceMemory> operand;
+  std::unique_ptr<DeviceMemory> result;
+  std::unique_ptr<DeviceMemory> initial;
+  std::unique_ptr<UnsharedMemory> unshared;
+};
+
 // A job of `processes` worlds with `each` ranks. Rank r is device r of the job; its GPU is the r-th of its process, so that processes share
 // GPUs.
 class CudaJob {
@@ -70,7 +80,7 @@ class CudaJob {
       for (auto& peer : worlds_) EXPECT_OK(world->Connect(peer->address()));
     }
     for (int rank = 0; rank < processes * each; ++rank) {
-      Rank& made = ranks_.emplace_back();
+      CudaRank& made = ranks_.emplace_back();
       made.cuda = Must(CudaDevice::Attach(driver, rank % each));
       made.stream = std::make_unique<ProgramStream>(*made.cuda);
       made.operand = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
@@ -90,7 +100,7 @@ class CudaJob {
   }
   // From here on results are in memory that can't be shared.
   void UnshareResults() {
-    for (Rank& rank : ranks_) rank.unshared = std::make_unique<UnsharedMemory>(*rank.cuda, rank.result->bytes());
+    for (CudaRank& rank : ranks_) rank.unshared = std::make_unique<UnsharedMemory>(*rank.cuda, rank.result->bytes());
   }
   CUdeviceptr initial(int rank) { return ranks_[rank].initial->address(); }
   const CudaDevice& cuda(int rank) { return *ranks_[rank].cuda; }
@@ -120,16 +130,8 @@ class CudaJob {
   }
 
  private:
-  struct Rank {
-    std::unique_ptr<CudaDevice> cuda;
-    std::unique_ptr<ProgramStream> stream;
-    std::unique_ptr<DeviceMemory> operand;
-    std::unique_ptr<DeviceMemory> result;
-    std::unique_ptr<DeviceMemory> initial;
-    std::unique_ptr<UnsharedMemory> unshared;
-  };
   const int each_;
-  std::vector<Rank> ranks_;
+  std::vector<CudaRank> ranks_;
   std::vector<std::unique_ptr<World>> worlds_;
   std::vector<std::shared_ptr<const Call>> calls_;
   std::map<std::pair<const Call*, int>, World::GroupPlans> plans_;

@@ -13,7 +13,7 @@ import hoccl_jax
 from tests.multiprocess.programs.common import barrier, everyone, leave, local, ranks_values, report, sharded
 
 _ROUNDS_AFTER_A_CUT = 50
-_PAUSE_S = 0.05
+_PAUSE_S = 0.05  # between rounds: the rounds must still go on while the test cuts the link, and need not fill the machine
 
 
 def main() -> None:
