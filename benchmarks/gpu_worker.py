@@ -75,6 +75,7 @@ def equivalence(seed: int, count: int) -> dict[str, Any]:
         if case.operation in _REDUCES and case.transform in cases.DIFFERENTIATED:
             left_out["reduces"] += 1
         else:
+            print(f"case {case}", flush=True)  # which one it was, should the process die
             try:
                 if PLATFORM == "cpu":
                     cases.check(case, devices)
