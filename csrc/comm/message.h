@@ -40,6 +40,11 @@ enum class MessageType : uint32_t {
   kMemory,      // device memory of the sender; device: whose, address: its key, text: cuda::MemoryHandle, with its descriptor if it has one
   kMemoryGone,  // memory that the sender has freed; address: its key
   kStreamFailed,  // the sender's streams have failed; number: the status code, text: why
+  // Between CUDA devices of different hosts; address: the sender's name for an offer.
+  kStreamOffer,  // what rank `number` has for `rank` is ready, in post `serial` of the meeting; signature, occurrence; text: what it
+                 // brought
+  kStreamPull,   // the receiver shall send of what it has offered what text says (PullRequest)
+  kStreamTaken,  // all of it has arrived
 };
 
 struct Message {

@@ -407,7 +407,7 @@ void Rendezvous::Perform(Actions* actions) {
     actions->messages.clear();
     for (Transfer* transfer : actions->transfers) {
       if (transfer->source().sender >= 0) {  // the one place where a flow takes the way between hosts
-        services_.remote->Receive(transfer);
+        services_.remote->Receive(transfer, this);
       } else if (services_.executor->IsInline(*transfer)) {
         actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
       } else {
@@ -415,7 +415,8 @@ void Rendezvous::Perform(Actions* actions) {
       }
     }
     actions->transfers.clear();
-    for (const auto& [process, request, post, operand] : actions->sends) services_.remote->Send(process, request, operand, post);
+    for (const auto& [process, request, post, operand] : actions->sends)
+      services_.remote->Send(process, request, {.address = operand}, this, post);
     actions->sends.clear();
     for (LocalPost* post : actions->cancelled) services_.remote->Cancel(post);
     actions->cancelled.clear();

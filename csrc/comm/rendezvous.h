@@ -43,7 +43,7 @@ struct PostRequest {
   Completion completion;                     // called on the lane, unless Post itself returns the outcome
 };
 
-class Rendezvous : public TransferObserver, public ProxyListener, public RemoteControl {
+class Rendezvous : public TransferObserver, public ProxyListener, public RemoteControl, public RemoteUser {
  public:
   struct Services {
     int process = 0;

@@ -31,14 +31,15 @@ void Relax() {
 
 }  // namespace
 
-Result<std::unique_ptr<StreamExchange>> StreamExchange::Start(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics) {
-  std::unique_ptr<StreamExchange> exchange(new StreamExchange(options, proxy, statistics));
+Result<std::unique_ptr<StreamExchange>> StreamExchange::Start(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote,
+                                                              Statistics* statistics) {
+  std::unique_ptr<StreamExchange> exchange(new StreamExchange(options, proxy, remote, statistics));
   HOCCL_RETURN_IF_ERROR(exchange->StartDevices());
   return exchange;
 }
 
-StreamExchange::StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics)
-    : options_(options), proxy_(proxy), statistics_(statistics), resources_(std::make_shared<Resources>()) {
+StreamExchange::StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote, Statistics* statistics)
+    : options_(options), proxy_(proxy), remote_(remote), statistics_(statistics), resources_(std::make_shared<Resources>()) {
   writers_.reserve(static_cast<size_t>(options.process_count));
   for (int process = 0; process < options.process_count; ++process) peers_.push_back(std::make_unique<Peer>());
 }
@@ -62,6 +63,9 @@ Status StreamExchange::StartDevices() {
     device->exports = std::make_unique<cuda::ExportCache>(**cuda);
     device->imports = std::make_unique<cuda::ImportCache>(**cuda);
     device->pushes = std::make_unique<PushExecutor>(**cuda, options_.chunk_bytes);
+    Result<std::unique_ptr<StagingCopies>> staging_copies = StagingCopies::Create(**cuda);
+    if (!staging_copies.ok()) return staging_copies.status();
+    device->staging_copies = *std::move(staging_copies);
     Result<std::unique_ptr<cuda::CopyStream>> own_copies = cuda::CopyStream::Create(**cuda);
     if (!own_copies.ok()) return own_copies.status();
     device->own_copies = *std::move(own_copies);
@@ -83,10 +87,10 @@ Status StreamExchange::StartDevices() {
 void StreamExchange::Close() {
   const Clock::time_point until = Clock::now() + std::min<std::chrono::milliseconds>(std::chrono::seconds(10), options_.timeout);
   const auto idle = [this] {
-    return std::all_of(devices_.begin(), devices_.end(), [this](const auto& device) {
-      Retire(device.get());
-      return device->executions.empty() && !device->pushes->HasWork();
-    });
+    return offers_.empty() && std::all_of(devices_.begin(), devices_.end(), [this](const auto& device) {
+             Retire(device.get());
+             return device->executions.empty() && !device->pushes->HasWork();
+           });
   };
   std::unique_lock lock(mutex_);
   while (!failed_ && !idle() && Clock::now() < until) peers_changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -135,13 +139,15 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
     if (device->entry.global_id == communicator.devices[rank]) binding->device_ = device.get();
   }
   if (binding->device_ == nullptr) return FailedPrecondition(communicator.RankName(rank) + " is no CUDA device of this process");
+  std::vector<bool> by_network;
+  for (int process : communicator.processes) by_network.push_back(proxy_->ByNetwork(process));
   std::vector<uint32_t> arrivals(static_cast<size_t>(communicator.size()));
   std::vector<int> users(static_cast<size_t>(communicator.size()));
   const std::vector<Flow>& flows = plan->call->flows;
   const auto size = static_cast<int>(flows.size());
   for (int first = 0, end = 0; first < size; first = end) {
     while (end < size && flows[end].src == flows[first].src && flows[end].dst == flows[first].dst) ++end;
-    binding->AddPair(first, end - first, options_.process, &arrivals, &users);
+    binding->AddPair(first, end - first, options_.process, by_network, &arrivals, &users);
   }
   for (Binding::Out& out : binding->out_) out.users = users[out.dst];
   binding->arrivals_ = SidesOf(plan->call->operation.kind).receives ? arrivals[rank] : 0;
@@ -173,7 +179,8 @@ Status StreamExchange::GetResources(Binding* binding) {
   return {};
 }
 
-void StreamExchange::Binding::AddPair(int first, int count, int this_process, std::vector<uint32_t>* arrivals, std::vector<int>* users) {
+void StreamExchange::Binding::AddPair(int first, int count, int this_process, const std::vector<bool>& by_network,
+                                      std::vector<uint32_t>* arrivals, std::vector<int>* users) {
   const std::vector<Flow>& flows = plan_->call->flows;
   const auto& [src, dst, copy] = flows[first];
   const Sides sides = SidesOf(plan_->call->operation.kind);
@@ -186,8 +193,18 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, st
   const int source = plan_->communicator.processes[src];
   if (source == this_process) ++(*users)[dst];
   if (sides.sends && src == rank_)
-    out_.push_back({.dst = dst, .first = first, .count = count, .arrival = arrival, .departure = static_cast<uint32_t>(out_.size())});
-  if (sides.receives && dst == rank_ && std::find(sources_.begin(), sources_.end(), source) == sources_.end()) sources_.push_back(source);
+    out_.push_back({.dst = dst,
+                    .first = first,
+                    .count = count,
+                    .arrival = arrival,
+                    .departure = static_cast<uint32_t>(out_.size()),
+                    .by_network = by_network[dst]});
+  if (!sides.receives || dst != rank_) return;
+  if (by_network[src]) {
+    in_.push_back({.src = src, .first = first, .count = count, .arrival = arrival});
+  } else if (std::find(sources_.begin(), sources_.end(), source) == sources_.end()) {
+    sources_.push_back(source);
+  }
 }
 
 Status StreamExchange::Abort(const GroupPlan& plan, int64_t run, uint32_t occurrence, const Status& reason) {
@@ -217,7 +234,10 @@ void StreamExchange::Run(Device* device) {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     TakeMail();
-    ReadTables(device);
+    if (device->TakeReached()) {  // what its flag says came before the flag was set
+      ReadTables(device);
+      BeginNetwork(device);
+    }
     const Clock::time_point now = Clock::now();
     if (now >= next_watch) {
       Watch(device);
@@ -232,7 +252,7 @@ void StreamExchange::Run(Device* device) {
     lock.unlock();
     Status stepped;
     // Handlers want the mutex too, so it is left alone while there is no need for it.
-    for (Clock::time_point time = now; stepped.ok() && time < next_watch && !HasNews(&seen) && !device->HasTable(); time = Clock::now()) {
+    for (Clock::time_point time = now; stepped.ok() && time < next_watch && !HasNews(&seen) && !device->HasReached(); time = Clock::now()) {
       bool progress = false;
       stepped = device->pushes->Step(&progress);
       if (progress) {

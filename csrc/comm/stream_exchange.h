@@ -12,6 +12,9 @@
 //
 // A ragged all-to-all copies its table to the host and goes on; the device's thread reads it there, checks it, and pushes.
 //
+// Between hosts the receiver pulls, over the network (stream_exchange_network.cc): a rank's process offers its operand once the stream has
+// got there, the receiver's asks for it once its own stream has, and the host sets the flags that both streams wait for.
+//
 // A failure is the whole exchange's: streams can't be called back, so what they have been given is let go by setting the flags, results are
 // worthless, and every later call says so.
 #ifndef HOCCL_COMM_STREAM_EXCHANGE_H_
@@ -42,6 +45,7 @@
 #include "csrc/device/cuda/memory_cache.h"
 #include "csrc/device/cuda/stream.h"
 #include "csrc/p2p/push_executor.h"
+#include "csrc/p2p/remote_path.h"
 #include "csrc/stream/flags.h"
 
 namespace hoccl {
@@ -69,11 +73,13 @@ struct StreamBuffers {
   int table_item_bytes = 4;  // or 8
 };
 
-class StreamExchange : public ProxyListener {
+class StreamExchange : public ProxyListener, public TransferObserver, public RemoteUser {
  public:
   class Binding;
 
-  static Result<std::unique_ptr<StreamExchange>> Start(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics);
+  static Result<std::unique_ptr<StreamExchange>> Start(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote,
+                                                       Statistics* statistics);
+  // After the proxy and the remote path have stopped.
   ~StreamExchange() override;
 
   // Waits a little for what is in the streams, then fails the rest. Nothing can be posted afterwards.
@@ -101,6 +107,12 @@ class StreamExchange : public ProxyListener {
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override {}  // the devices' threads keep their own time
 
+  // Of the remote path:
+  Result<SlotMemory> AllocateSlots(size_t bytes);
+  void SendPull(const Transfer& transfer, const PullRequest& request) override;
+  void OnSendDone(void* offer, const Status& status) override;
+  void OnTransferDone(Transfer* transfer, Status status) override;
+
  private:
   using Clock = std::chrono::steady_clock;
   struct Resources;
@@ -110,6 +122,9 @@ class StreamExchange : public ProxyListener {
   struct Flight;
   struct Waiting;
   struct Landing;
+  struct Inflow;
+  struct Offer;
+  struct Offered;
   struct Execution;
   struct PostKeyHash {
     size_t operator()(const PostKey& key) const;
@@ -119,7 +134,7 @@ class StreamExchange : public ProxyListener {
     int used = 0;  // flights that have been matched with it
   };
 
-  explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, Statistics* statistics);
+  explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote, Statistics* statistics);
   Status StartDevices();
   Status GetResources(Binding* binding);
   void Run(Device* device);
@@ -142,6 +157,21 @@ class StreamExchange : public ProxyListener {
   void CheckAgreement(const Execution& execution, const StreamPost& post);
   bool IsInStream(const Execution& execution, const Flight& flight) const;
   PostKey ReceiverOf(const Execution& execution, const Flight& flight) const;
+  // Of what goes by the network:
+  void Expect(Execution* execution);
+  void BeginNetwork(Device* device);
+  void MakeOffers(Execution* execution);
+  void Take(Execution* execution, const Offered& offered);
+  void Settle(Execution* execution, Inflow* inflow, uint64_t offer);
+  void StartInflow(Execution* execution, size_t index);
+  void OnOffer(int process, const Message& message);
+  void OnPull(int process, const Message& message);
+  void OnTaken(int process, uint64_t id);
+  void Depart(Offer* offer);
+  void ForgetOffers(int process);
+  bool DropOffer(const Execution& execution, const Flight& flight);
+  void AbandonNetwork();
+
   void ReadTables(Device* device);
   void ReadTable(Device* device, Execution* execution);
   bool IsOver(const Execution& execution) const;
@@ -169,6 +199,7 @@ class StreamExchange : public ProxyListener {
 
   const StreamExchangeOptions options_;
   Proxy* const proxy_;
+  RemotePath* const remote_;
   Statistics* const statistics_;
   std::shared_ptr<Resources> resources_;
   std::unique_ptr<Mailbox> mailbox_;
@@ -188,6 +219,13 @@ class StreamExchange : public ProxyListener {
   std::unordered_map<PostKey, uint32_t, PostKeyHash> tagged_;            // messages between programs so far; index: 1 of those sent, else 0
   std::unordered_map<PostKey, Execution*, PostKeyHash> to_itself_;       // sends that their own rank receives
   std::vector<std::unique_ptr<Execution>> spare_;                        // so that a known load allocates nothing
+  std::vector<int> elsewhere_;                                           // connected processes that are reached by the network
+  std::unordered_map<uint64_t, std::unique_ptr<Offer>> offers_;          // to them, by name
+  uint64_t last_offer_ = 0;
+  std::unordered_map<PostKey, std::vector<Offered>, PostKeyHash> offered_;  // by them to posts that are not here yet
+  std::unordered_map<PostKey, Execution*, PostKeyHash> receivers_;          // posts whose offers have not all come
+  std::deque<Transfer> transfers_;                                          // never moves
+  std::vector<Transfer*> spare_transfers_;
   Status failure_;
   Clock::time_point failed_at_;
   std::atomic<bool> failed_ = false;
@@ -211,18 +249,29 @@ class StreamExchange::Binding {
     uint32_t arrival = 0;    // its flag among the receiver's, behind the first
     uint32_t departure = 0;  // and among ours
     int users = 0;           // ranks of this process that send to the same one
+    bool by_network = false;
   };
-  void AddPair(int first, int count, int this_process, std::vector<uint32_t>* arrivals, std::vector<int>* users);
+  // What comes from one rank of another host.
+  struct In {
+    int src = 0;
+    int first = 0;
+    int count = 0;
+    uint32_t arrival = 0;
+  };
+  // `by_network`: is a rank reached by it?
+  void AddPair(int first, int count, int this_process, const std::vector<bool>& by_network, std::vector<uint32_t>* arrivals,
+               std::vector<int>* users);
 
   std::shared_ptr<const GroupPlan> plan_;
   int rank_ = 0;
   Device* device_ = nullptr;
   std::vector<Out> out_;
+  std::vector<In> in_;
   std::vector<StridedCopy> own_;  // what stays on the device
   bool own_is_large_ = false;     // then they are copied beside the pushes, in a stream that the program's forks and joins by these
   std::unique_ptr<cuda::Event> fork_;
   std::unique_ptr<cuda::Event> join_;
-  std::vector<int> sources_;  // processes that send to this rank
+  std::vector<int> sources_;  // processes of this host that send to this rank
   uint32_t arrivals_ = 0;
   StreamPost post_;  // what all executions have in common
   std::weak_ptr<Resources> resources_;

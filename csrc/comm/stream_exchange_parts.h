@@ -19,7 +19,8 @@ namespace hoccl {
 // What the flags in streams need. Bindings give their slots back to it.
 struct StreamExchange::Resources {
   std::vector<std::unique_ptr<cuda::CudaDevice>> devices;
-  std::unique_ptr<FlagPage> flags;  // before the devices, to which they are registered
+  std::vector<std::unique_ptr<cuda::PinnedBuffer>> slots;  // of the remote path
+  std::unique_ptr<FlagPage> flags;                         // before the devices, to which they are registered
 };
 
 struct StreamExchange::Device {
@@ -28,24 +29,30 @@ struct StreamExchange::Device {
   std::unique_ptr<cuda::ExportCache> exports;
   std::unique_ptr<cuda::ImportCache> imports;
   std::unique_ptr<PushExecutor> pushes;
+  std::unique_ptr<StagingCopies> staging_copies;
   std::unique_ptr<cuda::CopyStream> own_copies;
   std::unique_ptr<DeviceStaging> staging;
   std::unique_ptr<PinnedPool> tables;  // of ragged all-to-alls
-  std::mutex unread_mutex;             // taken last
-  std::vector<HostFlag> unread;        // tables; set when one is on the host
+  std::mutex awaited_mutex;            // taken last
+  std::vector<HostFlag> awaited;       // by which the stream says that it has got to an execution, for which the thread has work then
   std::set<uint64_t> reachable;        // of own_memory_, what belongs to other devices and this one may use
   std::deque<std::unique_ptr<Execution>> executions;
   std::atomic<int> waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
   std::condition_variable wake;
   std::thread thread;
 
-  void AddUnread(const HostFlag& table) {
-    std::lock_guard lock(unread_mutex);
-    unread.push_back(table);
+  void AddAwaited(const HostFlag& flag) {
+    std::lock_guard lock(awaited_mutex);
+    awaited.push_back(flag);
   }
-  bool HasTable() {
-    std::lock_guard lock(unread_mutex);
-    return std::any_of(unread.begin(), unread.end(), [](const HostFlag& flag) { return flag.Reached(); });
+  bool HasReached() {
+    std::lock_guard lock(awaited_mutex);
+    return std::any_of(awaited.begin(), awaited.end(), [](const HostFlag& flag) { return flag.Reached(); });
+  }
+  // Forgets those that have been reached. Were there any?
+  bool TakeReached() {
+    std::lock_guard lock(awaited_mutex);
+    return std::erase_if(awaited, [](const HostFlag& flag) { return flag.Reached(); }) > 0;
   }
 };
 
@@ -78,14 +85,15 @@ struct StreamExchange::Landing {
 
 // What an execution sends to one rank.
 struct StreamExchange::Flight {
-  enum class Way : uint8_t { kUnmatched, kInStream, kProxy, kToItself, kDropped };
+  enum class Way : uint8_t { kUnmatched, kInStream, kProxy, kNetwork, kToItself, kDropped };
 
   Binding::Out out;
   size_t first = 0;  // of its copies among the execution's
   int64_t bytes = 0;
   Way way = Way::kUnmatched;
-  Target target;  // once matched
-  Ticket ready;   // the receiver's flag
+  Target target;       // once matched
+  Ticket ready;        // the receiver's flag
+  uint64_t offer = 0;  // by the network: its name, once it has been made
 
   // And its flag that says that the flight has arrived.
   Ticket Arrival() const { return {.slot = ready.slot + 1 + out.arrival, .value = ready.value}; }
@@ -97,9 +105,38 @@ struct StreamExchange::Waiting {
   size_t flight = 0;
 };
 
+// What an execution gets from one rank of another host.
+struct StreamExchange::Inflow {
+  static constexpr uint64_t kNothing = ~uint64_t{0};
+
+  Binding::In in;
+  uint64_t offer = 0;  // its sender's name for it; 0: it has not been offered; kNothing: it has no bytes and is not
+  int left = 0;        // transfers
+};
+
+// What a rank of this process has ready for one of another host. Kept until the receiver has it and nothing reads the operand any more.
+struct StreamExchange::Offer {
+  Execution* execution = nullptr;  // null once the operand is free again
+  size_t flight = 0;
+  int process = 0;
+  int64_t bytes = 0;
+  int64_t asked = 0;  // for so many of them
+  int requests = 0;   // that are being served
+  bool taken = false;
+};
+
+struct StreamExchange::Offered {
+  int process = 0;
+  int src = 0;
+  uint64_t id = 0;
+  uint64_t signature = 0;
+  std::string brought;
+};
+
 // A call that is in its stream. Kept until the stream has passed it.
 struct StreamExchange::Execution {
   std::shared_ptr<const GroupPlan> plan;
+  Device* device = nullptr;
   int rank = 0;
   PostKey key;
   uint32_t occurrence = 0;
@@ -113,6 +150,9 @@ struct StreamExchange::Execution {
   uint32_t arrivals = 0;
   std::vector<Flight> flights;
   std::vector<StridedCopy> copies;
+  std::vector<Inflow> inflows;
+  std::vector<StridedCopy> in_copies;  // of these, one after the other
+  bool awaited = false;                // for the network: the stream has not got here
   // Of a ragged all-to-all: its table on the host, until it has been read, and the receivers that have come before.
   std::optional<PinnedPiece> table;
   CUdeviceptr table_on_device = 0;

@@ -18,6 +18,10 @@ std::string Seconds(std::chrono::steady_clock::duration duration) {
 }  // namespace
 
 void StreamExchange::OnProcessConnected(int process) {
+  if (proxy_->ByNetwork(process)) {
+    std::lock_guard lock(mutex_);
+    return elsewhere_.push_back(process);
+  }
   Message message;
   message.type = MessageType::kFlags;
   proxy_->Send(process, message, resources_->flags->fd().get());
@@ -68,6 +72,12 @@ void StreamExchange::OnMessage(int process, const Message& message, UniqueFd fd)
     }
   } else if (message.type == MessageType::kMemoryGone) {
     for (const auto& device : devices_) device->imports->Drop(static_cast<uint64_t>(process), message.address);
+  } else if (message.type == MessageType::kStreamOffer) {
+    OnOffer(process, message);
+  } else if (message.type == MessageType::kStreamPull) {
+    OnPull(process, message);
+  } else if (message.type == MessageType::kStreamTaken) {
+    OnTaken(process, message.address);
   } else if (message.type == MessageType::kStreamFailed) {
     std::lock_guard lock(mutex_);
     Fail(Status(static_cast<Code>(message.number), std::string(message.GetText()) + " (told by process " + std::to_string(process) + ")"),
@@ -89,6 +99,7 @@ void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_
   peers_changed_.notify_all();
   TakeMail();
   if (in_order) DropSends(process);
+  ForgetOffers(process);
   for (const auto& device : devices_) {
     Retire(device.get());
     for (const auto& execution : device->executions) {
@@ -200,7 +211,7 @@ void StreamExchange::Watch(Device* device) {
 
 bool StreamExchange::IsOver(const Execution& execution) const {
   const FlagMemory& own = resources_->flags->memory();
-  if (!own.HasReached(execution.Ready()) || execution.table) return false;
+  if (!own.HasReached(execution.Ready()) || execution.table || execution.awaited) return false;
   if (execution.landing && !own.HasReached(execution.landed)) return false;
   for (uint32_t i = 0; i < execution.arrivals; ++i) {
     if (!own.HasReached(execution.Arrival(i))) return false;
@@ -264,8 +275,12 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   std::vector<int> named;
   for (const Flight& flight : execution.flights) {
     const int receiver = flight.out.dst;
-    named.push_back(receiver);
-    if (flight.target.flags == nullptr && !posts_.contains(ReceiverOf(execution, flight))) {
+    if (flight.way != Flight::Way::kNetwork) named.push_back(receiver);
+    if (flight.way == Flight::Way::kNetwork) {
+      const auto offer = offers_.find(flight.offer);
+      const bool asked = offer == offers_.end() ? own.HasReached(execution.Departure(flight.out.departure)) : offer->second->asked > 0;
+      say(receiver, asked ? "came" : "has not come, or its stream has not got there");
+    } else if (flight.target.flags == nullptr && !posts_.contains(ReceiverOf(execution, flight))) {
       say(receiver, "has not come");
     } else if (flight.target.flags != nullptr && !flight.target.flags->HasReached(flight.ready)) {
       say(receiver, "came, but its stream has not got there");
@@ -320,9 +335,11 @@ void StreamExchange::Fail(Status failure, bool tell_others) {
   for (const auto& device : devices_) {
     device->waiting = 0;
     device->pushes->Abandon();
+    device->staging_copies->Abandon();
     for (const auto& execution : device->executions) Release(*execution);
     device->wake.notify_all();
   }
+  AbandonNetwork();
   peers_changed_.notify_all();
   if (!tell_others) return;
   Message message;
@@ -330,6 +347,7 @@ void StreamExchange::Fail(Status failure, bool tell_others) {
   message.number = static_cast<int32_t>(failure_.code());
   message.SetText(failure_.message());
   for (int process : writers_) proxy_->Send(process, message);
+  for (int process : elsewhere_) proxy_->Send(process, message);
 }
 
 void StreamExchange::Release(const Execution& execution) {

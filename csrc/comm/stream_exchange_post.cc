@@ -35,7 +35,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
   if (!ticket.ok()) return ticket.status();
   Landing landing;
   landing.address = buffers.result;
-  if (binding->arrivals_ > 0) {
+  if (!binding->sources_.empty()) {
     Result<Landing> found = FindLanding(*binding, buffers.result);
     if (!found.ok())
       return {found.status().code(), "the result of " + plan.communicator.RankName(binding->rank_) + ": " + found.status().message()};
@@ -66,10 +66,10 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     execution->table = table;
     execution->table_on_device = buffers.table;
     execution->table_item_bytes = buffers.table_item_bytes;
-    if (binding->arrivals_ > 0) Deliver(binding, *execution, landing.location);
+    if (!binding->sources_.empty()) Deliver(binding, *execution, landing.location);
   }
   if (table) {
-    device->AddUnread({resources_->flags->memory().address(ticket->slot), ticket->value});
+    device->AddAwaited({resources_->flags->memory().address(ticket->slot), ticket->value});
     device->wake.notify_one();
   }
   if (!Match(device, execution)) {
@@ -172,7 +172,8 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   }
   for (uint32_t i = 0; i < execution->arrivals; ++i) operations.push_back({kWait, own.OnDevice(execution->Arrival(i))});
   for (const Flight& flight : execution->flights) {
-    if (flight.way == Flight::Way::kProxy) operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
+    if (flight.way == Flight::Way::kProxy || flight.way == Flight::Way::kNetwork)
+      operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
   }
   HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
   return binding.own_is_large_ ? stream.WaitEvent(*binding.join_) : Status();
@@ -226,6 +227,7 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
     spare_.pop_back();
   }
   execution->plan = binding->plan_;
+  execution->device = binding->device_;
   execution->rank = binding->rank_;
   execution->key = key;
   execution->occurrence = binding->executions_++;
@@ -238,13 +240,22 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
   execution->copies.clear();
   for (const Binding::Out& out : binding->out_) {
     Flight& flight = execution->flights.emplace_back(Flight{.out = out, .first = execution->copies.size(), .target = {}, .ready = {}});
+    if (out.by_network) flight.way = Flight::Way::kNetwork;
     for (int flow = out.first; flow < out.first + out.count; ++flow) {
       execution->copies.push_back(binding->plan_->call->flows[flow].copy);
       flight.bytes += execution->copies.back().bytes();
     }
   }
+  execution->inflows.clear();
+  execution->in_copies.clear();
+  for (const Binding::In& in : binding->in_) {
+    execution->inflows.push_back({.in = in});
+    for (int flow = in.first; flow < in.first + in.count; ++flow) execution->in_copies.push_back(binding->plan_->call->flows[flow].copy);
+  }
   binding->device_->executions.push_back(std::move(execution));
-  return binding->device_->executions.back().get();
+  Execution* made = binding->device_->executions.back().get();
+  Expect(made);
+  return made;
 }
 
 }  // namespace hoccl

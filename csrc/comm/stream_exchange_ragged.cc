@@ -15,11 +15,6 @@ Status StreamExchange::CopyTable(const Execution& execution, const cuda::StreamV
 
 void StreamExchange::ReadTables(Device* device) {
   if (failed_) return;
-  {
-    std::lock_guard lock(device->unread_mutex);
-    if (std::erase_if(device->unread, [](const HostFlag& flag) { return flag.Reached(); }) == 0) return;
-  }
-  // What its flag says came before the flag was set.
   const FlagMemory& own = resources_->flags->memory();
   for (const auto& execution : device->executions) {
     if (execution->table && own.HasReached(execution->Ready())) ReadTable(device, execution.get());
@@ -49,6 +44,13 @@ void StreamExchange::ReadTable(Device* device, Execution* execution) {
     const auto first = copies->begin() + static_cast<int64_t>(flight.out.dst) * operation.slices;
     std::copy_n(first, flight.out.count, execution->copies.begin() + static_cast<int64_t>(flight.first));
     for (const StridedCopy& copy : execution->CopiesOf(flight)) flight.bytes += copy.bytes();
+  }
+  for (size_t i = 0, first = 0; i < execution->inflows.size(); first += execution->inflows[i++].in.count) {
+    const Binding::In& in = execution->inflows[i].in;
+    const Result<std::vector<StridedCopy>> from = RaggedCopiesFrom(operation, numbers, in.src);
+    if (!from.ok()) return Fail(from.status(), true);  // the table has been checked
+    std::copy_n(from->begin() + static_cast<int64_t>(execution->rank) * operation.slices, in.count,
+                execution->in_copies.begin() + static_cast<int64_t>(first));
   }
   for (const auto& [flight, post] : std::exchange(execution->held, {}))
     Submit({.device = device, .execution = execution, .flight = flight}, post);

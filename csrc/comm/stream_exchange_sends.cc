@@ -110,6 +110,7 @@ void StreamExchange::DropSends(int process) {
       if (!execution->is_send()) continue;
       for (Flight& flight : execution->flights) {
         if (process >= 0 && execution->plan->communicator.processes[flight.out.dst] != process) continue;
+        if (flight.way == Flight::Way::kNetwork && DropOffer(*execution, flight)) flight.way = Flight::Way::kDropped;
         if (flight.way == Flight::Way::kToItself && to_itself_.erase(execution->key) > 0) flight.way = Flight::Way::kDropped;
         const auto waiting = waiting_.find(ReceiverOf(*execution, flight));
         if (flight.way != Flight::Way::kProxy || waiting == waiting_.end()) continue;

@@ -82,15 +82,10 @@ struct World::BufferedSends {
 
 class World::Listeners : public ProxyListener {
  public:
-  Listeners(std::vector<ProxyListener*> listeners, const Proxy* proxy, RemotePath* remote)
-      : listeners_(std::move(listeners)), proxy_(proxy), remote_(remote) {}
+  Listeners(std::vector<ProxyListener*> listeners, RemotePath* remote) : listeners_(std::move(listeners)), remote_(remote) {}
 
   void OnProcessConnected(int process) override {
-    // Streams need what passes between processes of one host only.
-    const bool by_network = proxy_->ByNetwork(process);
-    for (ProxyListener* listener : listeners_) {
-      if (listener == listeners_.front() || !by_network) listener->OnProcessConnected(process);
-    }
+    for (ProxyListener* listener : listeners_) listener->OnProcessConnected(process);
   }
   void OnMessage(int process, const Message& message, UniqueFd fd) override {
     // The rendezvous comes first; of CUDA's messages it takes none.
@@ -107,7 +102,6 @@ class World::Listeners : public ProxyListener {
 
  private:
   const std::vector<ProxyListener*> listeners_;
-  const Proxy* const proxy_;
   RemotePath* const remote_;
 };
 
@@ -140,10 +134,16 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                 .huge_pages = options.huge_pages,
                                                                 .background_patience = options.background_patience,
                                                                 .trace = &world->trace_});
-  world->remote_ = std::make_unique<RemotePath>(
-      RemotePathOptions{
-          .chunk_bytes = options.network.chunk_bytes, .in_flight = options.network.in_flight, .always_stage = options.network.always_stage},
-      MakeTransportFactory(options.network, *listen_address), world->executor_.get());
+  std::vector<DeviceEntry> cuda_devices;
+  std::ranges::copy_if(options.devices, std::back_inserter(cuda_devices),
+                       [](const DeviceEntry& device) { return device.platform == Platform::kCuda; });
+  SlotAllocator allocate_slots;
+  if (!cuda_devices.empty()) allocate_slots = [world = world.get()](size_t bytes) { return world->streams_->AllocateSlots(bytes); };
+  world->remote_ = std::make_unique<RemotePath>(RemotePathOptions{.chunk_bytes = options.network.chunk_bytes,
+                                                                  .in_flight = options.network.in_flight,
+                                                                  .always_stage = options.network.always_stage,
+                                                                  .allocate_slots = std::move(allocate_slots)},
+                                                MakeTransportFactory(options.network, *listen_address), world->executor_.get());
   world->rendezvous_ = std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
                                                                          .executor = world->executor_.get(),
                                                                          .remote = world->remote_.get(),
@@ -155,9 +155,6 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                          .tick = TickFor(options.timeout)});
   world->remote_->SetControl(world->rendezvous_.get());
   std::vector<ProxyListener*> listeners = {world->rendezvous_.get()};
-  std::vector<DeviceEntry> cuda_devices;
-  std::ranges::copy_if(options.devices, std::back_inserter(cuda_devices),
-                       [](const DeviceEntry& device) { return device.platform == Platform::kCuda; });
   if (!cuda_devices.empty()) {
     Result<std::unique_ptr<StreamExchange>> streams = StreamExchange::Start({.process = options.process,
                                                                              .process_count = options.process_count,
@@ -168,13 +165,13 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                              .in_stream_bytes = options.in_stream_bytes,
                                                                              .patience = options.patience,
                                                                              .driver = options.cuda_driver},
-                                                                            world->proxy_.get(), &world->statistics_);
+                                                                            world->proxy_.get(), world->remote_.get(), &world->statistics_);
     if (!streams.ok()) return streams.status();
     world->streams_ = *std::move(streams);
     world->stream_futures_ = std::make_unique<StreamFutures>(world->streams_.get());
     listeners.push_back(world->streams_.get());
   }
-  world->listeners_ = std::make_unique<Listeners>(std::move(listeners), world->proxy_.get(), world->remote_.get());
+  world->listeners_ = std::make_unique<Listeners>(std::move(listeners), world->remote_.get());
   world->proxy_->Run(world->listeners_.get());
   return world;
 }
@@ -204,9 +201,9 @@ World::~World() {
   if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
   if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others
   if (proxy_ != nullptr) proxy_->Stop();
+  if (remote_ != nullptr) remote_->Stop();
   stream_futures_.reset();
   streams_.reset();
-  if (remote_ != nullptr) remote_->Stop();
   executor_.reset();  // lets running copies end, which finishes the posts they belong to
   remote_.reset();
   rendezvous_.reset();
@@ -302,11 +299,6 @@ Result<std::unique_ptr<StreamExchange::Binding>> World::BindStream(const std::sh
   if (streams_ == nullptr) return FailedPrecondition("hoccl_jax.init() found no CUDA device in this process");
   Result<Place> place = Find(call, Platform::kCuda, device, plans);
   if (!place.ok()) return place.status();
-  for (int process : place->plan->other_processes) {
-    if (!proxy_->ByNetwork(process)) continue;
-    return Unimplemented(call->operation.ToString() + ", communicator " + place->plan->communicator.ToString() + ": process " +
-                         std::to_string(process) + " is on another host, and CUDA devices work together on one host only as yet");
-  }
   return streams_->Bind(place->plan, place->rank);
 }
 

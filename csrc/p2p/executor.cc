@@ -26,6 +26,7 @@ void Transfer::Start(const Source& source, std::byte* dst, const StridedCopy& co
   background_ = background;
   observer_ = observer;
   label.operation = nullptr;
+  device = nullptr;
   first_ = 0;
   next_ = 0;
   error_ = {};

@@ -22,6 +22,9 @@ constexpr std::chrono::milliseconds kNap{1};
 // While something is on its way; a provider that would not wake the thread for it must not stop it.
 constexpr std::chrono::milliseconds kDoze{20};
 constexpr std::chrono::seconds kSleep{10};
+// Nothing wakes the thread when a device has copied, which takes microseconds: it looks so long without a pause, then in naps, and asks the
+// device for errors as often.
+constexpr std::chrono::microseconds kCopyLinger{500};
 
 }  // namespace
 
@@ -54,7 +57,9 @@ void RemotePath::SetEndpoints(int process, const std::string& address) {
 
 void RemotePath::Lose(int process, const std::string& how) { Enqueue({.kind = Command::Kind::kLose, .process = process, .text = how}); }
 
-void RemotePath::Receive(Transfer* transfer) { Enqueue({.kind = Command::Kind::kReceive, .transfer = transfer}); }
+void RemotePath::Receive(Transfer* transfer, RemoteUser* user) {
+  Enqueue({.kind = Command::Kind::kReceive, .transfer = transfer, .user = user});
+}
 
 void RemotePath::EndPull(int process, uint32_t notification, int64_t written) {
   Command command{.kind = Command::Kind::kEndPull, .process = process, .number = written};
@@ -62,8 +67,8 @@ void RemotePath::EndPull(int process, uint32_t notification, int64_t written) {
   Enqueue(std::move(command));
 }
 
-void RemotePath::Send(int process, const PullRequest& request, const std::byte* operand, void* context) {
-  Enqueue({.kind = Command::Kind::kSend, .process = process, .request = request, .operand = operand, .context = context});
+void RemotePath::Send(int process, const PullRequest& request, const RemoteOperand& operand, RemoteUser* user, void* context) {
+  Enqueue({.kind = Command::Kind::kSend, .process = process, .request = request, .operand = operand, .user = user, .context = context});
 }
 
 void RemotePath::Cancel(void* context) { Enqueue({.kind = Command::Kind::kCancel, .context = context}); }
@@ -118,7 +123,7 @@ void RemotePath::Run() {
                            std::ranges::any_of(receive_slots_.slots(), [](const auto& slot) { return slot.state == SlotState::kCopying; });
       if (!copying) break;
     }
-    if (Clock::now() - idle_since > kLinger) Sleep();
+    if (Clock::now() - idle_since > (on_devices_.empty() ? kLinger : kCopyLinger)) Sleep();
   }
   send_slots_.Close(transport_.get());
   receive_slots_.Close(transport_.get());
@@ -142,6 +147,7 @@ bool RemotePath::Step() {
   }
   for (size_t i = 0; i < *count; ++i) HandleEvent(&events[i]);
   bool progress = !commands.empty() || *count > 0;
+  progress |= PollDeviceCopies();
   progress |= GrantSlots();
   for (const auto& [process, peer] : peers_) {
     if (peer->connected) progress |= Pump(peer.get());
@@ -158,7 +164,7 @@ void RemotePath::Sleep() {
     stopping = stopping_;
   }
   const bool busy = !outgoing_.empty() || free_indices_.size() < incoming_.size();
-  if (sleeping_) transport_->Wait(again_ || stopping ? kNap : busy ? kDoze : std::chrono::milliseconds(kSleep));
+  if (sleeping_) transport_->Wait(again_ || stopping || !on_devices_.empty() ? kNap : busy ? kDoze : std::chrono::milliseconds(kSleep));
   sleeping_ = false;
 }
 
@@ -177,11 +183,11 @@ void RemotePath::Obey(Command* command) {
     case Command::Kind::kLose:
       return ClosePeer(command->process, command->text);
     case Command::Kind::kReceive:
-      return StartIncoming(command->transfer);
+      return StartIncoming(command->transfer, command->user);
     case Command::Kind::kEndPull:
       return OnPullEnded(command->process, command->request.notification, command->number);
     case Command::Kind::kSend:
-      return StartOutgoing(command->process, command->request, command->operand, command->context);
+      return StartOutgoing(*command);
     case Command::Kind::kCancel:
       for (size_t i = outgoing_.size(); i-- > 0;) {
         Outgoing* outgoing = outgoing_[i].get();
@@ -190,11 +196,8 @@ void RemotePath::Obey(Command* command) {
         EndIfOver(outgoing);
       }
       return;
-    case Command::Kind::kCopied: {
-      auto* slot = static_cast<StagingSlot*>(command->transfer->owner);
-      if (slot->incoming != nullptr) return OnUnpacked(slot, command->status);
-      return OnPacked(slot, command->status);
-    }
+    case Command::Kind::kCopied:
+      return OnCopied(static_cast<StagingSlot*>(command->transfer->owner), command->status);
   }
 }
 
@@ -227,6 +230,14 @@ void RemotePath::OpenPeer(int process) {
   processes_[*id] = process;
   peers_[process] = std::move(peer);
   control_->SendEndpoints(process, transport_->LocalAddress(*id));
+  if (!options_.allocate_slots) return;
+  // Now, since the driver may let an allocation of pinned memory wait for what is in the streams. The error is that of the transfers.
+  (void)OpenSlots(&send_slots_);
+  (void)OpenSlots(&receive_slots_);
+}
+
+Status RemotePath::OpenSlots(StagingPool* pool) {
+  return pool->Open(transport_.get(), 2 * options_.in_flight, static_cast<size_t>(options_.chunk_bytes), options_.allocate_slots);
 }
 
 void RemotePath::Break(int process, const std::string& how) {
@@ -283,6 +294,44 @@ void RemotePath::StartCopy(StagingSlot* slot, const Source& source, std::byte* d
   } else {
     executor_->Submit(&slot->copy);
   }
+}
+
+void RemotePath::StartDeviceCopy(StagingSlot* slot, StagingCopies* device, const std::byte* memory, const StridedCopy& piece) {
+  const auto address = reinterpret_cast<CUdeviceptr>(memory);
+  const cuda::FlagValue done{.address = slot->flag_on_device, .value = ++slot->copies};
+  slot->state = SlotState::kCopying;
+  slot->copy.owner = slot;
+  slot->device = device;
+  const Status started = slot->outgoing != nullptr ? device->CopyOut(slot->on_device, address, piece, done)
+                                                   : device->CopyIn(address, slot->on_device, piece, done);
+  if (!started.ok()) return OnTransferDone(&slot->copy, started);  // its end is not for the caller's loop to see
+  if (on_devices_.empty()) next_check_ = Clock::now() + kCopyLinger;
+  on_devices_.push_back(slot);
+}
+
+bool RemotePath::PollDeviceCopies() {
+  if (on_devices_.empty()) return false;
+  const Clock::time_point now = Clock::now();
+  const bool check = now >= next_check_;
+  if (check) next_check_ = now + kCopyLinger;
+  size_t left = 0;
+  std::vector<std::pair<StagingSlot*, Status>> ended;
+  for (StagingSlot* slot : on_devices_) {
+    const bool copied = std::atomic_ref(*slot->flag).load(std::memory_order_acquire) == slot->copies;
+    Status status = copied || !check ? Status() : slot->device->Check();
+    if (copied || !status.ok()) {
+      ended.emplace_back(slot, std::move(status));
+    } else {
+      on_devices_[left++] = slot;
+    }
+  }
+  on_devices_.resize(left);
+  for (const auto& [slot, status] : ended) OnCopied(slot, status);
+  return !ended.empty();
+}
+
+void RemotePath::OnCopied(StagingSlot* slot, const Status& status) {
+  slot->incoming != nullptr ? OnUnpacked(slot, status) : OnPacked(slot, status);
 }
 
 }  // namespace hoccl

@@ -1,7 +1,8 @@
 // Transfers between hosts. The receiver asks: once both ends are ready it registers its result, or sets aside a staging slot for each
 // chunk, and sends a pull request that says where the bytes shall go. The sender writes them there chunk by chunk, each with a
 // notification, over several lanes, a bounded number at a time; how many transfers wait is not bounded. Contiguous runs go straight from
-// the operand into the result where memory is registered freely; else copy engines move them between the user's buffers and staging slots.
+// the operand into the result where memory is registered freely; else copy engines, the host's or a CUDA device's, move them between the
+// user's buffers and staging slots.
 //
 // One thread owns the transport and all state here; others leave commands for it. Requests and answers travel by the control connections,
 // through RemoteControl. After a peer is lost nothing is read or written on its behalf any more, and only then do its transfers end.
@@ -9,6 +10,7 @@
 #define HOCCL_P2P_REMOTE_PATH_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -23,6 +25,7 @@
 #include "csrc/device/copy.h"
 #include "csrc/net/transport.h"
 #include "csrc/p2p/executor.h"
+#include "csrc/p2p/staging_copies.h"
 #include "csrc/p2p/staging_pool.h"
 #include "csrc/p2p/transfer.h"
 
@@ -44,17 +47,29 @@ struct PullRequest {
   bool IsWithin(int64_t operand_bytes) const;
 };
 
-// What the remote path needs of the rest of the engine. Called by its thread, which holds no lock.
+// Where a sender's operand lies.
+struct RemoteOperand {
+  const std::byte* address = nullptr;
+  StagingCopies* device = nullptr;  // if not null, `address` is one of this device
+};
+
+// Who has transfers on the remote path. Called by its thread, which holds no lock.
+class RemoteUser {
+ public:
+  virtual ~RemoteUser() = default;
+  // To the process that `transfer` comes from, whose RemoteUser it is meant for.
+  virtual void SendPull(const Transfer& transfer, const PullRequest& request) = 0;
+  // What RemotePath::Send was asked has been done, or given up: the operand is no longer read.
+  virtual void OnSendDone(void* context, const Status& status) = 0;
+};
+
+// What the remote path needs of the rest of the engine. Called likewise.
 class RemoteControl {
  public:
   virtual ~RemoteControl() = default;
-  // To the process that `transfer` comes from.
-  virtual void SendPull(const Transfer& transfer, const PullRequest& request) = 0;
   // To the process that asked: of the request, `written` chunks were written and no more will be.
   virtual void SendPullEnded(int process, uint32_t notification, int64_t written) = 0;
   virtual void SendEndpoints(int process, const std::string& address) = 0;
-  // What RemotePath::Send was asked has been done, or given up: the operand is no longer read.
-  virtual void OnSendDone(void* context, const Status& status) = 0;
   // The network has failed between this process and that one, which is to be given up.
   virtual void OnPeerBroken(int process, const std::string& how) = 0;
 };
@@ -64,6 +79,7 @@ struct RemotePathOptions {
   int64_t chunk_bytes = 1 << 20;  // a multiple of 64
   int in_flight = 8;              // chunks on their way to one peer at a time
   bool always_stage = false;
+  SlotAllocator allocate_slots = {};  // of a process that has CUDA devices; then there are slots before there are transfers
 };
 
 struct Incoming;
@@ -90,12 +106,12 @@ class RemotePath : public TransferObserver {
   void Lose(int process, const std::string& how);
 
   // Fetches what `transfer` says; its observer is told of the end.
-  void Receive(Transfer* transfer);
+  void Receive(Transfer* transfer, RemoteUser* user);
   // The sender has ended a request early.
   void EndPull(int process, uint32_t notification, int64_t written);
 
-  // Sends what a process has asked for; OnSendDone(context) tells of the end.
-  void Send(int process, const PullRequest& request, const std::byte* operand, void* context);
+  // Sends what a process has asked for; user->OnSendDone(context) tells of the end.
+  void Send(int process, const PullRequest& request, const RemoteOperand& operand, RemoteUser* user, void* context);
   // Sends with this context end as soon as nothing is on its way, and the receivers are told.
   void Cancel(void* context);
 
@@ -122,20 +138,26 @@ class RemotePath : public TransferObserver {
   void ClosePeer(int process, const std::string& how);
   void Break(int process, const std::string& how);
 
-  void StartIncoming(Transfer* transfer);
+  Status OpenSlots(StagingPool* pool);
+
+  void StartIncoming(Transfer* transfer, RemoteUser* user);
   bool GrantSlots();
   void OnNotified(uint32_t notification);
   void OnPullEnded(int process, uint32_t notification, int64_t written);
   void OnUnpacked(StagingSlot* slot, const Status& status);
   void EndIfOver(Incoming* incoming);
 
-  void StartOutgoing(int process, const PullRequest& request, const std::byte* operand, void* context);
+  void StartOutgoing(const Command& command);
   bool Pump(Peer* peer);
   bool PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, StagingSlot* slot);
   void OnPacked(StagingSlot* slot, const Status& status);
   void EndIfOver(Outgoing* outgoing);
 
   void StartCopy(StagingSlot* slot, const Source& source, std::byte* dst, const StridedCopy& piece, bool background);
+  // By a device, between its memory and the slot, into which the bytes go if the slot is a sender's.
+  void StartDeviceCopy(StagingSlot* slot, StagingCopies* device, const std::byte* memory, const StridedCopy& piece);
+  bool PollDeviceCopies();
+  void OnCopied(StagingSlot* slot, const Status& status);
 
   const RemotePathOptions options_;
   const TransportFactory factory_;
@@ -165,7 +187,9 @@ class RemotePath : public TransferObserver {
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::deque<Flight> flights_;
   std::vector<Flight*> spare_flights_;
-  bool again_ = false;  // the transport had no room
+  std::vector<StagingSlot*> on_devices_;                // copied by them
+  std::chrono::steady_clock::time_point next_check_{};  // of whether they are well
+  bool again_ = false;                                  // the transport had no room
   std::thread thread_;
 };
 

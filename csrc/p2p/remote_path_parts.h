@@ -12,6 +12,7 @@ namespace hoccl {
 // A transfer that this process receives.
 struct Incoming {
   Transfer* transfer = nullptr;
+  RemoteUser* user = nullptr;
   uint32_t index = 0;
   bool staged = false;
   RegionId region = 0;  // the result's, unless staged
@@ -31,7 +32,8 @@ struct Incoming {
 struct Outgoing {
   int process = -1;
   PullRequest request;
-  const std::byte* operand = nullptr;
+  RemoteOperand operand;
+  RemoteUser* user = nullptr;
   void* context = nullptr;
   ChunkedCopy chunks;
   int64_t next = 0;     // the chunk to take next
@@ -65,7 +67,8 @@ struct RemotePath::Command {
   std::string text = {};
   Transfer* transfer = nullptr;
   PullRequest request = {};
-  const std::byte* operand = nullptr;
+  RemoteOperand operand = {};
+  RemoteUser* user = nullptr;
   void* context = nullptr;
   int64_t number = 0;
   Status status = {};

@@ -12,7 +12,7 @@ constexpr int64_t kShortestRun = 16 << 10;
 
 }  // namespace
 
-void RemotePath::StartIncoming(Transfer* transfer) {
+void RemotePath::StartIncoming(Transfer* transfer, RemoteUser* user) {
   const StridedCopy& copy = transfer->copy();
   const int process = transfer->source().sender;
   if (copy.bytes() == 0) return transfer->observer()->OnTransferDone(transfer, {});
@@ -34,14 +34,16 @@ void RemotePath::StartIncoming(Transfer* transfer) {
   incoming_[index] = std::make_unique<Incoming>();
   Incoming* incoming = incoming_[index].get();
   incoming->transfer = transfer;
+  incoming->user = user;
   incoming->index = index;
   ++generations_[index];
-  incoming->staged = options_.always_stage || !transport_->registers_freely() || (!IsOneRun(copy) && copy.row_bytes < kShortestRun);
+  incoming->staged = transfer->device != nullptr || options_.always_stage || !transport_->registers_freely() ||
+                     (!IsOneRun(copy) && copy.row_bytes < kShortestRun);
   // Staged chunks are packed; others must each be one run at both ends.
   incoming->chunk_bytes = incoming->staged ? options_.chunk_bytes : std::min(options_.chunk_bytes, copy.row_bytes);
   incoming->chunks = ChunkedCopy(copy, incoming->chunk_bytes);
   if (incoming->staged) {
-    incoming->error = receive_slots_.Open(transport_.get(), 2 * options_.in_flight, static_cast<size_t>(options_.chunk_bytes));
+    incoming->error = OpenSlots(&receive_slots_);
     if (!incoming->error.ok()) return EndIfOver(incoming);
     ungranted_.push_back(incoming);
     return;
@@ -54,14 +56,14 @@ void RemotePath::StartIncoming(Transfer* transfer) {
   }
   incoming->region = *region;
   incoming->granted = incoming->unanswered = incoming->chunks.chunks();
-  control_->SendPull(*transfer, {.copy = copy,
-                                 .chunk_bytes = incoming->chunk_bytes,
-                                 .first_chunk = 0,
-                                 .chunks = incoming->granted,
-                                 .target = transport_->Remote(*region),
-                                 .target_offset = -copy.dst_offset,
-                                 .notification = notification::Make(false, index, generations_[index]),
-                                 .background = transfer->background()});
+  user->SendPull(*transfer, {.copy = copy,
+                             .chunk_bytes = incoming->chunk_bytes,
+                             .first_chunk = 0,
+                             .chunks = incoming->granted,
+                             .target = transport_->Remote(*region),
+                             .target_offset = -copy.dst_offset,
+                             .notification = notification::Make(false, index, generations_[index]),
+                             .background = transfer->background()});
 }
 
 bool RemotePath::GrantSlots() {
@@ -81,15 +83,16 @@ bool RemotePath::GrantSlots() {
     slot->state = SlotState::kOnNetwork;
     ++incoming->unanswered;
     if (incoming->granted < incoming->chunks.chunks()) ungranted_.push_back(incoming);
-    control_->SendPull(*incoming->transfer, {.copy = incoming->transfer->copy(),
-                                             .chunk_bytes = incoming->chunk_bytes,
-                                             .first_chunk = slot->chunk,
-                                             .chunks = 1,
-                                             .target = transport_->Remote(receive_slots_.region()),
-                                             .target_offset = static_cast<int64_t>(slot->offset),
-                                             .notification = notification::Make(true, static_cast<uint32_t>(slot->index), slot->generation),
-                                             .staged = 1,
-                                             .background = incoming->transfer->background()});
+    incoming->user->SendPull(*incoming->transfer,
+                             {.copy = incoming->transfer->copy(),
+                              .chunk_bytes = incoming->chunk_bytes,
+                              .first_chunk = slot->chunk,
+                              .chunks = 1,
+                              .target = transport_->Remote(receive_slots_.region()),
+                              .target_offset = static_cast<int64_t>(slot->offset),
+                              .notification = notification::Make(true, static_cast<uint32_t>(slot->index), slot->generation),
+                              .staged = 1,
+                              .background = incoming->transfer->background()});
   }
   return progress;
 }
@@ -113,7 +116,9 @@ void RemotePath::OnNotified(uint32_t value) {
   piece.src_offset = 0;
   piece.src_row_pitch = piece.row_bytes;
   piece.src_plane_pitch = piece.row_bytes * piece.rows;
-  StartCopy(slot, {.local = slot->memory}, incoming->transfer->dst(), piece, incoming->transfer->background());
+  Transfer* transfer = incoming->transfer;
+  if (transfer->device != nullptr) return StartDeviceCopy(slot, transfer->device, transfer->dst(), piece);
+  StartCopy(slot, {.local = slot->memory}, transfer->dst(), piece, transfer->background());
 }
 
 void RemotePath::OnUnpacked(StagingSlot* slot, const Status& status) {

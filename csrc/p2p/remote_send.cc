@@ -19,20 +19,25 @@ bool PullRequest::IsWithin(int64_t operand_bytes) const {
   return in(first_chunk, 0, count - 1) && in(chunks, 1, count - first_chunk) && (staged != 0 || chunk_bytes <= copy.row_bytes);
 }
 
-void RemotePath::StartOutgoing(int process, const PullRequest& request, const std::byte* operand, void* context) {
+void RemotePath::StartOutgoing(const Command& command) {
+  const int process = command.process;
+  const PullRequest& request = command.request;
   const auto peer = peers_.find(process);
-  if (peer == peers_.end()) return control_->OnSendDone(context, Unavailable("process " + std::to_string(process) + " is gone"));
+  if (peer == peers_.end())
+    return command.user->OnSendDone(command.context, Unavailable("process " + std::to_string(process) + " is gone"));
   Outgoing* outgoing = outgoing_.emplace_back(std::make_unique<Outgoing>()).get();
   outgoing->process = process;
   outgoing->request = request;
-  outgoing->operand = operand;
-  outgoing->context = context;
+  outgoing->operand = command.operand;
+  outgoing->user = command.user;
+  outgoing->context = command.context;
   outgoing->chunks = ChunkedCopy(request.copy, request.chunk_bytes);
   outgoing->next = request.first_chunk;
   outgoing->end = request.first_chunk + request.chunks;
-  const bool may_pack = options_.always_stage || !transport_->registers_freely() || request.staged != 0;
+  const bool may_pack =
+      command.operand.device != nullptr || options_.always_stage || !transport_->registers_freely() || request.staged != 0;
   if (may_pack) {
-    outgoing->error = send_slots_.Open(transport_.get(), 2 * options_.in_flight, static_cast<size_t>(options_.chunk_bytes));
+    outgoing->error = OpenSlots(&send_slots_);
     if (outgoing->error.ok() && request.chunk_bytes > options_.chunk_bytes) {
       outgoing->error = FailedPrecondition("process " + std::to_string(process) + " asks for chunks of " +
                                            std::to_string(request.chunk_bytes) + " bytes, and the staging buffers here hold " +
@@ -68,7 +73,8 @@ bool RemotePath::Pump(Peer* peer) {
       continue;
     }
     const StridedCopy piece = outgoing->chunks.chunk(outgoing->next);
-    const bool direct = IsOneRun(piece) && transport_->registers_freely() && !options_.always_stage;
+    const RemoteOperand& operand = outgoing->operand;
+    const bool direct = operand.device == nullptr && IsOneRun(piece) && transport_->registers_freely() && !options_.always_stage;
     StagingSlot* slot = direct ? nullptr : send_slots_.Take();
     if (!direct && slot == nullptr) break;
     ++outgoing->active;
@@ -89,7 +95,11 @@ bool RemotePath::Pump(Peer* peer) {
     packing.dst_offset = 0;
     packing.dst_row_pitch = piece.row_bytes;
     packing.dst_plane_pitch = piece.row_bytes * piece.rows;
-    StartCopy(slot, {.local = outgoing->operand}, slot->memory, packing, outgoing->request.background != 0);
+    if (operand.device != nullptr) {
+      StartDeviceCopy(slot, operand.device, operand.address, packing);
+    } else {
+      StartCopy(slot, {.local = operand.address}, slot->memory, packing, outgoing->request.background != 0);
+    }
   }
   return progress;
 }
@@ -103,7 +113,7 @@ bool RemotePath::PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, Stagin
   const NetworkWrite write{
       .peer = peer->id,
       .lane = peer->lane,
-      .source = slot != nullptr ? slot->memory : outgoing->operand + piece.src_offset,
+      .source = slot != nullptr ? slot->memory : outgoing->operand.address + piece.src_offset,
       .source_region = slot != nullptr ? send_slots_.region() : 0,
       .bytes = static_cast<size_t>(piece.bytes()),
       .target = request.target,
@@ -150,10 +160,11 @@ void RemotePath::EndIfOver(Outgoing* outgoing) {
       control_->SendPullEnded(outgoing->process, outgoing->request.notification, outgoing->written);
   }
   const auto own = std::ranges::find_if(outgoing_, [outgoing](const auto& other) { return other.get() == outgoing; });
+  RemoteUser* user = outgoing->user;
   void* context = outgoing->context;
   const Status status = std::move(outgoing->error);
   outgoing_.erase(own);
-  control_->OnSendDone(context, status);
+  user->OnSendDone(context, status);
 }
 
 }  // namespace hoccl

@@ -3,9 +3,12 @@
 #ifndef HOCCL_P2P_STAGING_POOL_H_
 #define HOCCL_P2P_STAGING_POOL_H_
 
+#include <cuda.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -17,6 +20,16 @@ namespace hoccl {
 
 struct Incoming;
 struct Outgoing;
+class StagingCopies;
+
+// Where slots lie. Its owner keeps it as long as the pool.
+struct SlotMemory {
+  std::byte* data = nullptr;
+  CUdeviceptr on_device = 0;  // where CUDA devices see it; 0: they don't
+};
+
+// Gives so many bytes, on whole pages.
+using SlotAllocator = std::function<Result<SlotMemory>(size_t bytes)>;
 
 // A slot is used again only after the network has completed what it was used for.
 enum class SlotState : uint8_t {
@@ -30,17 +43,24 @@ struct StagingSlot {
   uint32_t generation = 0;  // how often it has been used, so that late news of an earlier use is told apart
   SlotState state = SlotState::kIdle;
   std::byte* memory = nullptr;
+  CUdeviceptr on_device = 0;
   size_t offset = 0;  // in the pool's region
   int64_t chunk = 0;  // of the transfer that it serves, which is one of ...
   Incoming* incoming = nullptr;
   Outgoing* outgoing = nullptr;
-  Transfer copy;
+  Transfer copy;  // by the host, or ...
+  // ... by this device, whose stream then sets the flag to `copies`.
+  StagingCopies* device = nullptr;
+  uint32_t* flag = nullptr;
+  CUdeviceptr flag_on_device = 0;
+  uint32_t copies = 0;
 };
 
 class StagingPool {
  public:
-  // Allocates and registers; nothing is done before, because most jobs need no slots. FAILED_PRECONDITION names the limit in the way.
-  Status Open(Transport* transport, int slots, size_t slot_bytes);
+  // Allocates and registers; nothing is done before, because most jobs need no slots. FAILED_PRECONDITION names the limit in the way. An
+  // error stays. `allocate` may be empty.
+  Status Open(Transport* transport, int slots, size_t slot_bytes, const SlotAllocator& allocate);
   void Close(Transport* transport);
 
   bool is_open() const { return region_ != 0; }
@@ -54,11 +74,14 @@ class StagingPool {
   std::deque<StagingSlot>& slots() { return slots_; }
 
  private:
+  Status Allocate(size_t bytes, const SlotAllocator& allocate, SlotMemory* memory);
+
   struct FreeMemory {
     void operator()(std::byte* memory) const { ::operator delete[](memory, std::align_val_t{4096}); }
   };
 
-  std::unique_ptr<std::byte[], FreeMemory> memory_;
+  Status failure_;
+  std::unique_ptr<std::byte[], FreeMemory> memory_;  // unless it is the allocator's
   size_t slot_bytes_ = 0;
   RegionId region_ = 0;
   std::deque<StagingSlot> slots_;

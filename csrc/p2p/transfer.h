@@ -25,6 +25,7 @@ struct Source {
   int sender = -1;       // when not -1: this process of the job sends it by the network, and `address` tells it which operand is meant
 };
 
+class StagingCopies;
 class Transfer;
 
 // Told once when a transfer has ended, by the thread that ended it.
@@ -43,8 +44,10 @@ class Transfer {
 
   int64_t bytes() const { return bytes_; }
 
-  // What a trace shows of it; to be set after Start, which clears it.
+  // Both to be set after Start, which clears them. What a trace shows of it:
   TraceLabel label;
+  // If not null, `dst` is an address of this device.
+  StagingCopies* device = nullptr;
 
   const Source& source() const { return source_; }
   std::byte* dst() const { return dst_; }

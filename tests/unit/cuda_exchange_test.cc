@@ -9,41 +9,6 @@
 namespace hoccl {
 namespace {
 
-std::vector<std::shared_ptr<const Call>> SomeCalls(int ranks, Priority priority) {
-  std::vector<int64_t> all;
-  std::vector<std::pair<int, int>> ring;
-  std::vector<Block> blocks;  // two of each rank for the next one, of different sizes, and one for itself; rows 6 to 8 stay
-  for (int rank = 0; rank < ranks; ++rank) {
-    all.push_back(rank);
-    const int next = (rank + 1) % ranks;
-    ring.emplace_back(rank, next);
-    blocks.push_back({.src = rank, .dst = next, .src_row = 4, .dst_row = 0, .rows = 2});
-    blocks.push_back({.src = rank, .dst = next, .src_row = 1, .dst_row = 2, .rows = 4});
-    blocks.push_back({.src = rank, .dst = rank, .src_row = 0, .dst_row = 9, .rows = 1});
-  }
-  const std::vector<Operation> operations = {
-      {.kind = Kind::kAllGather, .dtype = "int32", .item_bytes = 4, .shape = {1000}, .concat_axis = 0},
-      {.kind = Kind::kAllGather, .dtype = "int32", .item_bytes = 4, .shape = {7, 9, 5}, .concat_axis = 1},
-      {.kind = Kind::kAllToAll, .dtype = "int8", .item_bytes = 1, .shape = {4, 3 * ranks, 17}, .split_axis = 1, .concat_axis = 2},
-      {.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {50'000}, .pairs = ring},
-      {.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {10}, .pairs = {{0, ranks - 1}}},  // others get zeros
-      {.kind = Kind::kPbroadcast, .dtype = "int32", .item_bytes = 4, .shape = {300}, .pairs = {{1, 0}, {1, 1}}},
-      {.kind = Kind::kExchange, .dtype = "int32", .item_bytes = 4, .shape = {6, 700}, .result_rows = 10, .blocks = blocks},
-      {.kind = Kind::kExchange,  // most ranks get nothing
-       .dtype = "int32",
-       .item_bytes = 4,
-       .shape = {3},
-       .result_rows = 4,
-       .blocks = {{.src = 0, .dst = 1, .src_row = 1, .dst_row = 2, .rows = 2}}},
-  };
-  std::vector<std::shared_ptr<const Call>> calls;
-  for (Operation operation : operations) {
-    operation.priority = priority;
-    calls.push_back(MakeCall(operation, {all}, static_cast<int64_t>(calls.size()) + (priority == Priority::kBackground ? 100 : 0)));
-  }
-  return calls;
-}
-
 struct Form {
   int processes;
   int each;
