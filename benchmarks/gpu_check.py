@@ -1,6 +1,7 @@
 """Builds, tests and measures on the GPUs of this machine, in one call, and prints a short table last.
 
     python -m benchmarks.gpu_check                one GPU, shared by two processes
+    python -m benchmarks.gpu_check --network      the same, and only the network connects the processes
     python -m benchmarks.gpu_check --two          two GPUs: bandwidth, latency, interference and end to end, beside jax.lax (NCCL)
 
 The page docs/results/<--page>.md is written with the date, the driver and the versions. --nobuild takes the extension and the C++ tests as
@@ -27,10 +28,11 @@ from hoccl_jax.tools import launch
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("two", False, "Measure two GPUs beside jax.lax, instead of checking one.")
+flags.DEFINE_bool("network", False, "Check two processes of one GPU that only the network connects.")
 flags.DEFINE_bool("build", True, "Build the extension in place and the C++ tests first.")
 flags.DEFINE_string("tests", "build/gpu/tests", "Folder of the C++ tests.")
 flags.DEFINE_bool("dryrun", False, "On CPU devices with small sizes: shows that the script works, measures nothing, writes no page.")
-flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date> or h200x2-<date>).")
+flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date>, h200-network-<date> or h200x2-<date>).")
 flags.DEFINE_float("seconds", 60, "How long the random operations run, for each form of memory.", lower_bound=1)
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -92,15 +94,15 @@ def _run(task: str, arguments: dict[str, Any], job: _Job, env: dict[str, str]) -
     return [json.loads(line[len("RESULT ") :]) for line in lines]
 
 
-def _cpp_tests() -> list[Row]:
+def _cpp_tests(pattern: str = "cuda_*_test", all_connections: Sequence[str] = ("", "1", "32")) -> list[Row]:
     """The C++ tests of the CUDA layer, on the machine's driver."""
     rows = []
-    for connections in ("", "1", "32"):
+    for connections in all_connections:
         env = {**os.environ, "HOCCL_TEST_CUDA_DRIVER": "libcuda.so.1"}
         if connections:
             env["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
         passed, failed = 0, []
-        for test in sorted(pathlib.Path(FLAGS.tests).glob("cuda_*_test")):
+        for test in sorted(pathlib.Path(FLAGS.tests).glob(pattern)):
             # Others put two ranks into one context, whose single hardware queue would hold one's flag behind the other's wait.
             if connections and "hazard" not in test.name:
                 continue
@@ -151,6 +153,22 @@ def _one() -> list[Row]:
     return rows if FLAGS.dryrun else rows + _cpp_tests()
 
 
+def _network() -> list[Row]:
+    rows: list[Row] = []
+    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60", "HOCCL_NET_BETWEEN": "nodes"}
+    rows.append(_equivalence("cases, by the network", _run("equivalence", {"seed": 31, "count": 100}, _SHARED, env)))
+    rows.append(_messages("by the network", _run("messages", {"rounds": 20}, _SHARED, env)))
+    for sizes, steps in (([4096, 65536, 1 << 20], 50), ([64 << 20], 5)):
+        chain = _run("chains", {"sizes": sizes, "steps": steps, "repeats": 7, "libraries": ["hoccl_jax"]}, _SHARED, env)[0]
+        for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
+            rows.append((f"{operation}, by the network", json.dumps(entry), ""))
+    profile = _run("profile", {"steps": 20}, _SHARED, env)[0]
+    rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
+    outcome = _run("random_operations", {"seconds": FLAGS.seconds, "seed": 6}, _SHARED, env)
+    rows.append((f"random operations for {FLAGS.seconds:g} s", json.dumps(outcome), "no mismatch"))
+    return rows if FLAGS.dryrun else rows + _cpp_tests("cuda_network_test", ("",))
+
+
 def _two() -> list[Row]:
     rows = []
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8", "HOCCL_TIMEOUT_S": "60"}
@@ -195,14 +213,19 @@ def main(argv: Sequence[str]) -> None:
     os.chdir(_ROOT)
     if FLAGS.build:
         _build()
-    rows = _two() if FLAGS.two else _one()
+    rows = _two() if FLAGS.two else _network() if FLAGS.network else _one()
     if FLAGS.dryrun:
         print("\n".join(f"{what}: {result[:400]}" for what, result, _ in rows))
         return
-    name = FLAGS.page or f"{'h200x2' if FLAGS.two else 'h200'}-{datetime.date.today()}"
-    lines = [f"# {'Two GPUs' if FLAGS.two else 'One GPU, shared by two processes'}", "", _versions(), ""]
+    form, title, flag = ("h200", "One GPU, shared by two processes", "")
+    if FLAGS.two:
+        form, title, flag = ("h200x2", "Two GPUs", " --two")
+    elif FLAGS.network:
+        form, title, flag = ("h200-network", "One GPU, shared by two processes that only the network connects", " --network")
+    name = FLAGS.page or f"{form}-{datetime.date.today()}"
+    lines = [f"# {title}", "", _versions(), ""]
     lines += [
-        f"`python -m benchmarks.gpu_check{' --two' if FLAGS.two else ''}`; times are medians of programs that repeat the operation.",
+        f"`python -m benchmarks.gpu_check{flag}`; times are medians of programs that repeat the operation.",
         "",
     ]
     lines += ["| what | result | wanted |", "|---|---|---|"]

@@ -1,6 +1,7 @@
 """What each process of a GPU job does: `gpu_worker.py TASK [ARGUMENTS as JSON]`, with one GPU a process, which several may share.
 
-The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs and makes the table.
+The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs and makes the table. With HOCCL_NET_BETWEEN=nodes each process
+is a node of its own, and only the network connects them.
 """
 
 from __future__ import annotations
@@ -395,6 +396,8 @@ TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, messages
 def main() -> None:
     task = sys.argv[1]
     arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    if os.environ.get("HOCCL_NET_BETWEEN") == "nodes":
+        os.environ["HOCCL_NODE_ID"] = str(jax.process_index())
     hoccl_jax.init()
     outcome = TASKS[task](**arguments)
     barrier("end")

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "csrc/comm/world.h"
+#include "csrc/net/loopback/loopback_transport.h"
 #include "csrc/sched/flow.h"
 #include "tests/unit/cuda_test_support.h"
 #include "tests/unit/engine_test_support.h"
@@ -142,6 +143,14 @@ class CudaJob {
   std::map<std::pair<const Call*, int>, World::GroupPlans> plans_;
   std::map<std::pair<const Call*, int>, std::unique_ptr<StreamExchange::Binding>> bindings_;
 };
+
+// Of a job whose nodes are connected by the double.
+inline WorldOptions Over(LoopbackNetwork* network, WorldOptions options = {}) {
+  options.network.make_transport = [network]() -> Result<std::unique_ptr<Transport>> { return network->Add(); };
+  options.network.chunk_bytes = 4 << 10;
+  options.network.in_flight = 4;
+  return options;
+}
 
 // While it lives, devices that are attached have one hardware queue, as many GPUs of users have. Ranks then can't share a GPU.
 class OneHardwareQueue {

@@ -1,9 +1,10 @@
 // Collectives between CUDA devices that only the network connects: libfabric over the loopback interface, and the test double with its
 // faults. Some ranks share a host too, where the copy engines go on as they do.
+#include <algorithm>
+#include <random>
 #include <string>
 #include <vector>
 
-#include "csrc/net/loopback/loopback_transport.h"
 #include "csrc/net/open_transport.h"
 #include "tests/unit/cuda_exchange_test_support.h"
 
@@ -31,12 +32,8 @@ std::vector<Way> Ways() {
 }
 
 WorldOptions OptionsFor(const Way& way, LoopbackNetwork* network) {
-  WorldOptions options;
-  options.timeout = std::chrono::seconds(60);
-  options.dma_chunk_bytes = 4096;
-  options.network.chunk_bytes = 16 << 10;
-  options.network.in_flight = 4;
-  if (!way.ofi) options.network.make_transport = [network]() -> Result<std::unique_ptr<Transport>> { return network->Add(); };
+  WorldOptions options = Over(network, {.timeout = std::chrono::seconds(60), .dma_chunk_bytes = 4096});
+  if (way.ofi) options.network.make_transport = nullptr;
   return options;
 }
 
@@ -73,6 +70,172 @@ TEST_P(CudaNetworkTest, EveryKindGivesTheRightBytes) {
   }
   EXPECT_GT(job->Statistic("bytes/nic"), 0);
   EXPECT_EQ(job->Statistic("failures"), 0);
+}
+
+// More chunks than slots, of calls of which each rank is ahead of the others by up to 40.
+TEST_P(CudaNetworkTest, ManyCallsMayBeInTheStreamsAtATime) {
+  const auto job = Start();
+  const auto calls = SomeCalls(job->size(), Priority::kForeground);
+  std::mt19937 random(7);
+  constexpr int kPosts = 100;
+  std::vector<int> next(static_cast<size_t>(job->size()));
+  std::vector<size_t> program;
+  for (int i = 0; i < kPosts; ++i) program.push_back(random() % calls.size());
+  for (int left = job->size() * kPosts; left > 0;) {
+    const auto rank = static_cast<size_t>(random() % static_cast<uint32_t>(job->size()));
+    const int last = *std::min_element(next.begin(), next.end());
+    for (int i = 0; i < 20 && next[rank] < kPosts && next[rank] < last + 40; ++i, --left) {
+      ASSERT_OK(job->Post(calls[program[static_cast<size_t>(next[rank] / 2)]], static_cast<int>(rank), 10 + next[rank] / 2));
+      ++next[rank];
+    }
+  }
+  for (int rank = 0; rank < job->size(); ++rank) {
+    ASSERT_OK(job->stream(rank).Synchronize());
+    ASSERT_OK(job->failure(rank));
+  }
+  for (const auto& call : calls) RunAndCheck(*job, call, 1000, Order(*job, false));
+}
+
+class CudaNetworkFailureTest : public cuda::CudaTest {
+ protected:
+  // What a failed exchange leaves to its streams stays for good.
+  void TearDown() override {
+    job_.reset();
+    if (OnFake()) Fake().fakeCudaReset();
+  }
+
+  void Start(std::chrono::milliseconds timeout = std::chrono::seconds(60), const std::vector<int>& nodes = {0, 1}) {
+    job_ =
+        std::make_unique<CudaJob>(driver(), static_cast<int>(nodes.size()), 1, Over(&network_, {.timeout = timeout}), kBufferBytes, nodes);
+  }
+
+  // Each rank's exchange fails with an error that has all these parts, and its stream is let go.
+  void ExpectFailure(const std::vector<std::string>& parts) {
+    for (int rank = 0; rank < job_->size(); ++rank) {
+      ASSERT_TRUE(cuda::Eventually([&] { return !job_->failure(rank).ok(); })) << "rank " << rank << " did not fail";
+      for (const std::string& part : parts)
+        EXPECT_NE(job_->failure(rank).message().find(part), std::string::npos) << part << " in " << job_->failure(rank).ToString();
+      EXPECT_TRUE(cuda::Eventually([&] {
+        const Result<bool> done = job_->stream(rank).Done();
+        return !done.ok() || *done;  // a device that has failed does nothing more
+      })) << "the stream of rank "
+          << rank << " still waits";
+    }
+  }
+
+  const std::shared_ptr<const Call> call_ = MakeCall(AllGather(20'000), {{0, 1}}, 1);
+  LoopbackNetwork network_;
+  std::unique_ptr<CudaJob> job_;
+};
+
+TEST_F(CudaNetworkFailureTest, ARankThatDoesNotComeIsNamedOnAllRanks) {
+  Start(std::chrono::milliseconds(300), {0, 1, 2});
+  const auto call = MakeCall(AllGather(100), {{0, 1, 2}}, 1);
+  for (int rank : {0, 1}) ASSERT_OK(job_->Post(call, rank, 5));
+  ExpectFailure({"all_gather", "communicator {0, 1, 2}", "run 5", "HOCCL_TIMEOUT_S", "rank 2 (device 2, process 2) has not come"});
+  EXPECT_FALSE(job_->Post(call, 2, 5).ok());
+}
+
+TEST_F(CudaNetworkFailureTest, RanksThatDisagreeGetAnError) {
+  Start();
+  ASSERT_OK(job_->Post(MakeCall(AllGather(100), {{0, 1}}, 1), 0, 1));
+  const Status posted = job_->Post(MakeCall(AllGather(101), {{0, 1}}, 1), 1, 1);
+  EXPECT_TRUE(posted.ok() || posted.code() == Code::kInvalidArgument) << posted.ToString();
+  ExpectFailure({"ranks disagree", "int32[101]", "int32[100]", "brought"});
+}
+
+TEST_F(CudaNetworkFailureTest, AProcessThatLeavesIsMissedByThoseWhoWaitForIt) {
+  if (!OnFake()) GTEST_SKIP() << "the two processes of this test share a context: what one frees waits for the other's streams";
+  Start();
+  RunAndCheck(*job_, call_, 1, {0, 1});
+  ASSERT_OK(job_->Post(call_, 0, 2));
+  job_->Stop(1);
+  ASSERT_TRUE(cuda::Eventually([&] { return !job_->failure(0).ok(); }));
+  EXPECT_NE(job_->failure(0).message().find("process 1 has left"), std::string::npos) << job_->failure(0).ToString();
+  EXPECT_TRUE(cuda::Eventually([&] { return Must(job_->stream(0).Done()); }));
+}
+
+TEST_F(CudaNetworkFailureTest, WhoeverLeavesHasSentEverything) {
+  for (int64_t run = 1; run < 20; ++run) {
+    Start();
+    for (int rank : {0, 1}) Store(job_->cuda(rank), job_->operand(rank), OperandOf(*call_, rank, 1));
+    for (int rank : {0, 1}) ASSERT_OK(job_->Post(call_, rank, run));
+    ASSERT_OK(job_->stream(1).Synchronize());
+    job_->Stop(1);
+    ASSERT_OK(job_->stream(0).Synchronize());
+    ASSERT_OK(job_->failure(0));
+    const Bytes wanted = Expected(*call_, {0, 1}, 0, 1);
+    ASSERT_EQ(Load(job_->cuda(0), job_->result(0), wanted.size()), wanted);
+  }
+}
+
+TEST_F(CudaNetworkFailureTest, ABriefCutIsSurvived) {
+  Start();
+  RunAndCheck(*job_, call_, 1, {0, 1});
+  network_.Cut(1);
+  for (int rank : {0, 1}) ASSERT_OK(job_->Post(call_, rank, 2));
+  EXPECT_TRUE(cuda::Eventually([&] { return job_->Statistic("transfers/nic") == 4; }));  // all have begun
+  for (int rank : {0, 1}) EXPECT_FALSE(Must(job_->stream(rank).Done()));
+  network_.Restore(1);
+  for (int rank : {0, 1}) ASSERT_OK(job_->stream(rank).Synchronize());
+  RunAndCheck(*job_, call_, 3, {0, 1});
+}
+
+TEST_F(CudaNetworkFailureTest, ALongCutEndsAtTheDeadline) {
+  Start(std::chrono::milliseconds(300));
+  network_.Cut(1);
+  for (int rank : {0, 1}) ASSERT_OK(job_->Post(call_, rank, 1));
+  ExpectFailure({"all_gather int32[20000]", "HOCCL_TIMEOUT_S"});
+}
+
+TEST_F(CudaNetworkFailureTest, ABrokenConnectionIsALostProcess) {
+  Start();
+  RunAndCheck(*job_, call_, 1, {0, 1});
+  network_.Break(1);
+  for (int rank : {0, 1}) {
+    const Status posted = job_->Post(call_, rank, 2);  // the other may have found out already
+    EXPECT_TRUE(posted.ok() || rank == 1) << posted.ToString();
+  }
+  ExpectFailure({"all_gather int32[20000]", "process"});
+}
+
+class FakeCudaNetworkFailureTest : public CudaNetworkFailureTest {
+ protected:
+  void SetUp() override {
+    if (!OnFake()) GTEST_SKIP() << "needs the fake driver";
+    CudaNetworkFailureTest::SetUp();
+  }
+};
+
+TEST_F(FakeCudaNetworkFailureTest, ACopyThatCannotBeStartedIsReported) {
+  for (const int skip : {0, 1, 7, 30}) {  // of the copies into slots and out of them
+    SCOPED_TRACE(skip);
+    Start();
+    const auto permute =
+        MakeCall({.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {20'000}, .pairs = {{0, 1}, {1, 0}}}, {{0, 1}}, 1);
+    RunAndCheck(*job_, permute, 1, {0, 1});
+    Fake().fakeCudaFail("cuMemcpyAsync", CUDA_ERROR_INVALID_VALUE, skip, 1);
+    for (int rank : {0, 1}) (void)job_->Post(permute, rank, 2);
+    ExpectFailure({"ppermute int32[20000]", "rank 0 (device 0, process 0)", "rank 1 (device 1, process 1)",
+                   "cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE"});
+    job_.reset();
+    Fake().fakeCudaReset();
+  }
+}
+
+TEST_F(FakeCudaNetworkFailureTest, ACopyThatFailsOnItsDeviceIsReported) {
+  Start();
+  RunAndCheck(*job_, call_, 1, {0, 1});
+  Fake().fakeCudaFail("execute:copy", CUDA_ERROR_ILLEGAL_ADDRESS, 12, 1);
+  for (int rank : {0, 1}) (void)job_->Post(call_, rank, 2);
+  ExpectFailure({"CUDA_ERROR_ILLEGAL_ADDRESS"});
+}
+
+TEST_F(FakeCudaNetworkFailureTest, WithoutPinnedMemoryTheErrorSaysSo) {
+  Fake().fakeCudaFail("cuMemHostAlloc", CUDA_ERROR_OUT_OF_MEMORY, 2, -1);  // after the processes have started
+  Start();
+  for (int rank : {0, 1}) (void)job_->Post(call_, rank, 1);
+  ExpectFailure({"no pinned memory for", "HOCCL_NET_IN_FLIGHT", "CUDA_ERROR_OUT_OF_MEMORY"});
 }
 
 }  // namespace

@@ -98,22 +98,25 @@ struct Form {
   int each;
   int slices;
   Priority priority;
+  std::vector<int> nodes = {};
 };
 
 class CudaRaggedFormsTest : public CudaRaggedTest, public testing::WithParamInterface<Form> {};
 
 INSTANTIATE_TEST_SUITE_P(Forms, CudaRaggedFormsTest,
                          testing::Values(Form{2, 1, 1, Priority::kForeground}, Form{1, 2, 3, Priority::kForeground},
-                                         Form{2, 2, 2, Priority::kBackground}, Form{3, 1, 4, Priority::kForeground}),
+                                         Form{2, 2, 2, Priority::kBackground}, Form{3, 1, 4, Priority::kForeground},
+                                         Form{2, 1, 3, Priority::kForeground, {0, 1}}, Form{4, 1, 2, Priority::kBackground, {0, 0, 1, 1}}),
                          [](const auto& info) {
                            return std::to_string(info.param.processes) + "x" + std::to_string(info.param.each) + "In" +
-                                  std::to_string(info.param.slices);
+                                  std::to_string(info.param.slices) + (info.param.nodes.empty() ? "" : "ByNetwork");
                          });
 
 TEST_P(CudaRaggedFormsTest, RowsArriveWhereTheTableSays) {
-  const auto& [processes, each, slices, priority] = GetParam();
+  const auto& [processes, each, slices, priority, nodes] = GetParam();
   if (!OnFake() && each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
-  CudaJob job(driver(), processes, each, {.dma_chunk_bytes = 1024});
+  LoopbackNetwork network;
+  CudaJob job(driver(), processes, each, Over(&network, {.dma_chunk_bytes = 1024}), kBufferBytes, nodes);
   const auto call = Ragged(job.size(), slices, 1, priority);
   for (int64_t run = 1; run < 8; ++run) {
     const int seed = static_cast<int>(run);

@@ -34,22 +34,27 @@ struct Form {
   int each;
   Priority priority;
   int64_t in_stream_bytes;
+  std::vector<int> nodes = {};
 };
 
 class CudaSendFormsTest : public CudaSendTest, public testing::WithParamInterface<Form> {};
 
 INSTANTIATE_TEST_SUITE_P(Forms, CudaSendFormsTest,
                          testing::Values(Form{2, 1, Priority::kForeground, int64_t{1} << 40}, Form{1, 2, Priority::kForeground, 0},
-                                         Form{2, 2, Priority::kBackground, 0}, Form{3, 1, Priority::kForeground, int64_t{1} << 40}),
+                                         Form{2, 2, Priority::kBackground, 0}, Form{3, 1, Priority::kForeground, int64_t{1} << 40},
+                                         Form{2, 1, Priority::kForeground, 0, {0, 1}}, Form{3, 1, Priority::kBackground, 0, {0, 1, 1}}),
                          [](const auto& info) {
                            return std::to_string(info.param.processes) + "x" + std::to_string(info.param.each) +
-                                  (info.param.priority == Priority::kBackground ? "Background" : "");
+                                  (info.param.priority == Priority::kBackground ? "Background" : "") +
+                                  (info.param.nodes.empty() ? "" : "ByNetwork");
                          });
 
 TEST_P(CudaSendFormsTest, ARingInWhichAllSendFirst) {
-  const auto& [processes, each, priority, in_stream_bytes] = GetParam();
+  const auto& [processes, each, priority, in_stream_bytes, nodes] = GetParam();
   if (!OnFake() && each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
-  CudaJob job(driver(), processes, each, {.dma_chunk_bytes = 4096, .in_stream_bytes = in_stream_bytes});
+  LoopbackNetwork network;
+  CudaJob job(driver(), processes, each, Over(&network, {.dma_chunk_bytes = 4096, .in_stream_bytes = in_stream_bytes}), kBufferBytes,
+              nodes);
   const int size = job.size();
   std::vector<int64_t> all;
   std::vector<std::pair<int, int>> ring;
@@ -73,7 +78,7 @@ TEST_P(CudaSendFormsTest, ARingInWhichAllSendFirst) {
     }
   }
   EXPECT_EQ(job.Statistic("transfers/staging"), 6 * size);
-  EXPECT_EQ(job.Statistic("transfers/peer_dma"), 6 * size);
+  EXPECT_EQ(job.Statistic("transfers/peer_dma") + job.Statistic("transfers/nic"), 6 * size);
   EXPECT_EQ(job.Statistic("failures"), 0);
 }
 
@@ -150,25 +155,28 @@ TEST_F(CudaSendTest, MessagesOfOneTagArriveInTheOrderInWhichTheyWereSentWhicheve
 }
 
 TEST_F(CudaSendTest, BothWaysWithManyTagsAtATime) {
-  CudaJob job(driver(), 2, 1);
-  std::vector<std::shared_ptr<const Call>> sends[2];
-  std::vector<std::shared_ptr<const Call>> receives[2];
-  constexpr int kTags = 40;
-  for (int from : {0, 1}) {
-    const std::vector<int64_t> group = {from, 1 - from};
-    for (int tag = 0; tag < kTags; ++tag) {
-      sends[from].push_back(Message(Kind::kSend, {{0, 1}}, group, tag, true));
-      receives[from].push_back(Message(Kind::kRecv, {{0, 1}}, group, tag, true));
+  for (const std::vector<int>& nodes : {std::vector<int>{}, std::vector<int>{0, 1}}) {
+    LoopbackNetwork network;
+    CudaJob job(driver(), 2, 1, Over(&network), kBufferBytes, nodes);
+    std::vector<std::shared_ptr<const Call>> sends[2];
+    std::vector<std::shared_ptr<const Call>> receives[2];
+    constexpr int kTags = 40;
+    for (int from : {0, 1}) {
+      const std::vector<int64_t> group = {from, 1 - from};
+      for (int tag = 0; tag < kTags; ++tag) {
+        sends[from].push_back(Message(Kind::kSend, {{0, 1}}, group, tag, true));
+        receives[from].push_back(Message(Kind::kRecv, {{0, 1}}, group, tag, true));
+      }
     }
-  }
-  for (int n = 0; n < kTags; ++n) {
-    for (int rank : {0, 1}) ASSERT_OK(Send(job, sends[rank][n], rank, 1, n));
-  }
-  for (int n = kTags; n-- > 0;) {  // in another order
-    for (int rank : {0, 1}) ASSERT_OK(Receive(job, receives[1 - rank][n], rank, 1, n));
-  }
-  for (int n = 0; n < kTags; ++n) {
-    for (int rank : {0, 1}) ExpectMessage(job, rank, n, Content(1 - rank, n));
+    for (int n = 0; n < kTags; ++n) {
+      for (int rank : {0, 1}) ASSERT_OK(Send(job, sends[rank][n], rank, 1, n));
+    }
+    for (int n = kTags; n-- > 0;) {  // in another order
+      for (int rank : {0, 1}) ASSERT_OK(Receive(job, receives[1 - rank][n], rank, 1, n));
+    }
+    for (int n = 0; n < kTags; ++n) {
+      for (int rank : {0, 1}) ExpectMessage(job, rank, n, Content(1 - rank, n));
+    }
   }
 }
 
@@ -190,14 +198,17 @@ TEST_F(CudaSendTest, BuffersAreUsedAgain) {
 
 TEST_F(CudaSendTest, MessagesThatNobodyTakesHoldNobodyUpWhenTheirReceiverHasLeft) {
   if (!OnFake()) GTEST_SKIP() << "the processes of this test share a context: what one frees waits for the other's streams";
-  CudaJob job(driver(), 3, 1);
-  const auto send = Message(Kind::kSend, {{0, 1}}, {0, 1}, 5, true);
-  for (int n = 0; n < 3; ++n) ASSERT_OK(Send(job, send, 0, 1, n));
-  job.Stop(1);
-  EXPECT_TRUE(cuda::Eventually([&] { return !Send(job, send, 0, 1, 3).ok(); }));
-  const Status refused = Send(job, send, 0, 1, 4);
-  EXPECT_NE(refused.message().find("process 1 has left"), std::string::npos) << refused.ToString();
-  RunAndCheck(job, MakeCall(AllGather(100), {{0, 2}}, 1), 1, {0, 2});
+  for (const std::vector<int>& nodes : {std::vector<int>{}, std::vector<int>{0, 1, 0}}) {
+    LoopbackNetwork network;
+    CudaJob job(driver(), 3, 1, Over(&network), kBufferBytes, nodes);
+    const auto send = Message(Kind::kSend, {{0, 1}}, {0, 1}, 5, true);
+    for (int n = 0; n < 3; ++n) ASSERT_OK(Send(job, send, 0, 1, n));
+    job.Stop(1);
+    EXPECT_TRUE(cuda::Eventually([&] { return !Send(job, send, 0, 1, 3).ok(); }));
+    const Status refused = Send(job, send, 0, 1, 4);
+    EXPECT_NE(refused.message().find("process 1 has left"), std::string::npos) << refused.ToString();
+    RunAndCheck(job, MakeCall(AllGather(100), {{0, 2}}, 1), 1, {0, 2});
+  }
 }
 
 }  // namespace
