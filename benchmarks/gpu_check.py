@@ -131,6 +131,12 @@ def _messages(form: str, outcome: list[Any]) -> Row:
     return (f"messages between programs, {form}", json.dumps(found), "none wrong")
 
 
+def _random_operations(form: str, seed: int, env: dict[str, str]) -> Row:
+    outcome = _run("random_operations", {"seconds": FLAGS.seconds, "seed": seed}, _SHARED, env)
+    counts = [{k: v for k, v in rank.items() if k != "stats"} if isinstance(rank, dict) else rank for rank in outcome]
+    return (f"random operations for {FLAGS.seconds:g} s, {form}", json.dumps(counts), "no mismatch")
+
+
 def _one() -> list[Row]:
     rows: list[Row] = []
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60"}
@@ -147,9 +153,7 @@ def _one() -> list[Row]:
     gemms = _run("interference", {"size": 8192, "count": 6, "moved": _GIB, "libraries": ["hoccl_jax"]}, _SHARED, shared)[0]
     rows.append(("GEMMs beside transfers on the same GPU, us", json.dumps(gemms), ""))
     for name, env in (("preallocated", shared), ("growing pool", growing)):
-        outcome = _run("random_operations", {"seconds": FLAGS.seconds, "seed": 5}, _SHARED, env)
-        counts = [{k: v for k, v in rank.items() if k != "stats"} if isinstance(rank, dict) else rank for rank in outcome]
-        rows.append((f"random operations for {FLAGS.seconds:g} s, {name}", json.dumps(counts), "no mismatch"))
+        rows.append(_random_operations(name, 5, env))
     return rows if FLAGS.dryrun else rows + _cpp_tests()
 
 
@@ -164,8 +168,7 @@ def _network() -> list[Row]:
             rows.append((f"{operation}, by the network", json.dumps(entry), ""))
     profile = _run("profile", {"steps": 20}, _SHARED, env)[0]
     rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
-    outcome = _run("random_operations", {"seconds": FLAGS.seconds, "seed": 6}, _SHARED, env)
-    rows.append((f"random operations for {FLAGS.seconds:g} s", json.dumps(outcome), "no mismatch"))
+    rows.append(_random_operations("by the network", 6, env))
     return rows if FLAGS.dryrun else rows + _cpp_tests("cuda_network_test", ("",))
 
 
