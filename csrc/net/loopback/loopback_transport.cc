@@ -11,7 +11,8 @@ namespace hoccl {
 
 class LoopbackTransport : public Transport {
  public:
-  LoopbackTransport(LoopbackNetwork* network, int index, int lanes) : network_(network), index_(index), lanes_(lanes) {}
+  LoopbackTransport(LoopbackNetwork* network, int index, int wake, int lanes)
+      : network_(network), index_(index), wake_(wake), lanes_(lanes) {}
 
   ~LoopbackTransport() override {
     std::lock_guard lock(network_->mutex_);
@@ -90,7 +91,7 @@ class LoopbackTransport : public Transport {
 
   void Wait(std::chrono::milliseconds most) override {
     if (HasSomething()) return;
-    pollfd woken{network_->nodes_[static_cast<size_t>(index_)].wake.get(), POLLIN, 0};
+    pollfd woken{wake_, POLLIN, 0};
     ::poll(&woken, 1, static_cast<int>(most.count()));
     uint64_t drained = 0;
     [[maybe_unused]] const ssize_t got = ::read(woken.fd, &drained, sizeof(drained));
@@ -139,13 +140,15 @@ class LoopbackTransport : public Transport {
 
   LoopbackNetwork* const network_;
   const int index_;
+  const int wake_;  // the node's
   const int lanes_;
 };
 
 std::unique_ptr<Transport> LoopbackNetwork::Add(int lanes) {
   std::lock_guard lock(mutex_);
-  nodes_.emplace_back().wake = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  return std::make_unique<LoopbackTransport>(this, static_cast<int>(nodes_.size()) - 1, lanes);
+  Node& node = nodes_.emplace_back();
+  node.wake = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  return std::make_unique<LoopbackTransport>(this, static_cast<int>(nodes_.size()) - 1, node.wake.get(), lanes);
 }
 
 void LoopbackNetwork::Cut(int index) {
