@@ -235,8 +235,7 @@ void StreamExchange::SendPull(const Transfer& transfer, const PullRequest& reque
 
 void StreamExchange::OnSendDone(void* context, const Status& status) {
   std::lock_guard lock(mutex_);
-  auto* offer = static_cast<Offer*>(context);
-  --offer->requests;
+  auto* offer = static_cast<Offer*>(context);  // stays while there are requests, through a failure too
   const bool lost = peers_[offer->process]->lost;  // then OnProcessLost has decided whether it is missed
   if (Execution* execution = offer->execution; !status.ok() && execution != nullptr && !lost) {
     const GroupPlan& plan = *execution->plan;
@@ -245,6 +244,7 @@ void StreamExchange::OnSendDone(void* context, const Status& status) {
                                    plan.communicator.RankName(execution->flights[offer->flight].out.dst) + " failed: " + status.message()),
          true);
   }
+  --offer->requests;
   if (status.ok() && offer->requests == 0 && offer->asked >= offer->bytes) Depart(offer);
   if (lost && offer->requests == 0 && offer->execution != nullptr) offer->execution->flights[offer->flight].way = Flight::Way::kDropped;
   if (offer->requests > 0 || (!offer->taken && !lost && !failed_)) return;
