@@ -85,7 +85,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   // Waits a little for what is in the streams, then fails the rest. Nothing can be posted afterwards.
   void Close();
 
-  // Waits until a connected process has said where its flags are.
+  // Waits until this process can tell a connected one of its failure and, on the same host, knows where its flags are.
   Status AwaitPeer(int process);
 
   Result<std::unique_ptr<Binding>> Bind(std::shared_ptr<const GroupPlan> plan, int rank);

@@ -235,7 +235,7 @@ void StreamExchange::SendPull(const Transfer& transfer, const PullRequest& reque
 
 void StreamExchange::OnSendDone(void* context, const Status& status) {
   std::lock_guard lock(mutex_);
-  auto* offer = static_cast<Offer*>(context);  // stays while there are requests, through a failure too
+  auto* offer = static_cast<Offer*>(context);      // stays while there are requests, through a failure too
   const bool lost = peers_[offer->process]->lost;  // then OnProcessLost has decided whether it is missed
   if (Execution* execution = offer->execution; !status.ok() && execution != nullptr && !lost) {
     const GroupPlan& plan = *execution->plan;

@@ -61,6 +61,7 @@ struct StreamExchange::Peer {
   std::unique_ptr<Mailbox> mailbox;
   std::deque<StreamPost> backlog;  // what did not fit the mailbox
   std::set<uint64_t> told;         // memory that it knows of
+  bool elsewhere = false;          // connected by the network, which needs none of these
   bool lost = false;
   bool left_in_order = false;
   std::string how;

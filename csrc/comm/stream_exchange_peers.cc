@@ -20,7 +20,9 @@ std::string Seconds(std::chrono::steady_clock::duration duration) {
 void StreamExchange::OnProcessConnected(int process) {
   if (proxy_->ByNetwork(process)) {
     std::lock_guard lock(mutex_);
-    return elsewhere_.push_back(process);
+    elsewhere_.push_back(process);
+    peers_[process]->elsewhere = true;
+    return peers_changed_.notify_all();
   }
   Message message;
   message.type = MessageType::kFlags;
@@ -33,9 +35,9 @@ Status StreamExchange::AwaitPeer(int process) {
   if (process == options_.process) return {};
   std::unique_lock lock(mutex_);
   const Peer& peer = *peers_[process];
-  const bool done = peers_changed_.wait_for(lock, options_.timeout, [&] { return peer.ready() || peer.lost || failed_; });
+  const bool done = peers_changed_.wait_for(lock, options_.timeout, [&] { return peer.ready() || peer.elsewhere || peer.lost || failed_; });
   if (failed_) return failure_;
-  if (peer.ready()) return {};
+  if (peer.ready() || peer.elsewhere) return {};
   const std::string name = "process " + std::to_string(process);
   return done ? Unavailable(name + " " + peer.how) : DeadlineExceeded(name + " did not say where its flags are");
 }

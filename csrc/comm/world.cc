@@ -216,7 +216,7 @@ Status World::Connect(const std::string& text) {
   HOCCL_RETURN_IF_ERROR(proxy_->Connect(*address));
   const bool has_streams =
       std::ranges::any_of(address->devices, [](const DeviceEntry& device) { return device.platform == Platform::kCuda; });
-  return streams_ != nullptr && has_streams && !proxy_->ByNetwork(address->process) ? streams_->AwaitPeer(address->process) : Status();
+  return streams_ != nullptr && has_streams ? streams_->AwaitPeer(address->process) : Status();
 }
 
 Result<int64_t> World::GlobalId(Platform platform, int32_t ordinal) const {

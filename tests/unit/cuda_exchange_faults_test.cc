@@ -37,6 +37,7 @@ constexpr int64_t kLargeElements = (8 << 20) / 4;
 struct Form {
   int processes;
   int each;
+  bool by_network = false;  // what connects the processes
 };
 
 // The ranks' side of it, which is the test's and doesn't fail: devices, streams and memory.
@@ -77,6 +78,13 @@ class Life {
                            .timeout = std::chrono::seconds(60),
                            .dma_chunk_bytes = 4096,
                            .cuda_driver = DriverPath()};
+      options.network.between_nodes = form_.by_network;
+      if (form_.by_network) {
+        options = Over(&network_, options);
+        options.network.coordinator = "127.0.0.1";
+        options.network.chunk_bytes = 1 << 20;
+        options.node_id = std::to_string(process);
+      }
       for (int i = 0; i < form_.each; ++i)
         options.devices.push_back({.global_id = process * form_.each + i, .local_ordinal = i, .platform = Platform::kCuda});
       Result<std::unique_ptr<World>> world = World::Start(options);
@@ -170,6 +178,7 @@ class Life {
 
   const Form form_;
   const Ranks& ranks_;
+  LoopbackNetwork network_;
   std::vector<std::unique_ptr<World>> worlds_;
   std::deque<World::GroupPlans> plans_;
   std::vector<std::shared_ptr<const Call>> calls_;
@@ -184,8 +193,9 @@ class FakeCudaExchangeFaultsTest : public cuda::FakeCudaTest, public testing::Wi
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Jobs, FakeCudaExchangeFaultsTest, testing::Values(Form{2, 1}, Form{1, 2}),
-                         [](const auto& info) { return std::to_string(info.param.processes) + "x" + std::to_string(info.param.each); });
+INSTANTIATE_TEST_SUITE_P(Jobs, FakeCudaExchangeFaultsTest, testing::Values(Form{2, 1}, Form{1, 2}, Form{2, 1, true}), [](const auto& info) {
+  return std::to_string(info.param.processes) + "x" + std::to_string(info.param.each) + (info.param.by_network ? "ByNetwork" : "");
+});
 
 TEST_P(FakeCudaExchangeFaultsTest, EveryCallMayFail) {
 #ifdef __SANITIZE_THREAD__
