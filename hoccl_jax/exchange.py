@@ -225,14 +225,18 @@ def call_attributes(ctx: Any, kind: str, groups: Any, x: Any, rows: int, **more:
 
 
 def lower_call(platform: str, ctx: Any, operands: Sequence[Any], attributes: dict[str, Any], options: primitives.Options) -> Any:
-    """Emits the custom call; its result starts as operand 1, in the same buffer."""
+    """Emits the custom call; its result starts as operand 1, which the program's own stream can have in the same buffer.
+
+    On a stream beside it the engine copies operand 1: XLA puts no copies into what other streams run, and would let two calls, or a call
+    and what reads operand 1 later, share a buffer that one of them overwrites.
+    """
+    beside = platform == "cuda" and options.overlap
 
     def call(*operands: Any) -> Any:
-        return jax.ffi.ffi_lowering(primitives.TARGET, operand_output_aliases={1: 0})(ctx, *operands, **attributes)[0]
+        lowering = jax.ffi.ffi_lowering(primitives.TARGET, operand_output_aliases={} if beside else {1: 0})
+        return lowering(ctx, *operands, **attributes)[0]
 
-    if platform == "cuda" and options.overlap:
-        return [primitives.beside(ctx, operands, primitives.STREAMS[options.priority], call)]
-    return [call(*operands)]
+    return [primitives.beside(ctx, operands, primitives.STREAMS[options.priority], call) if beside else call(*operands)]
 
 
 def _lower(

@@ -277,7 +277,10 @@ def beside(ctx: Any, operands: Sequence[Any], stream: str, body: Callable[..., A
     module.symbol_table.insert(function)  # makes the name unique
     with ir.InsertionPoint(function.add_entry_block()):
         func.ReturnOp([body(*function.arguments)])
-    call = func.CallOp([result], ir.FlatSymbolRefAttr.get(function.name.value), list(operands))
+    # XLA would move constants into the function after it has given them names that PTX can have, and then fail to assemble them.
+    held = hlo.optimization_barrier(list(operands))
+    held = [held] if isinstance(held, ir.Value) else list(held)
+    call = func.CallOp([result], ir.FlatSymbolRefAttr.get(function.name.value), held)
     annotation = {"_xla_stream_annotation": stream, "inlineable": "false", "backend_config": json.dumps({"operation_queue_id": stream})}
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({k: ir.StringAttr.get(v) for k, v in annotation.items()})
     return call.results[0]

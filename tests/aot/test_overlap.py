@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -153,3 +154,29 @@ def test_in_a_loop_the_next_layer_comes_through_the_carry() -> None:
     found = compiled(function)
     (body,) = found.loops(1)
     assert found.transfers(body) == [1]
+
+
+def test_constants_may_be_operands() -> None:
+    """XLA moves them into what another stream runs, under names that the assembler refuses."""
+
+    def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5)), jnp.float32)
+        return x.T @ x, hoccl_jax.all_gather(numbers, "x")
+
+    assert compiled(function).transfers() == [1]
+
+
+def test_calls_that_replace_rows_share_no_buffer() -> None:
+    """Each result has memory of its own, which XLA would not see to in what another stream runs."""
+
+    def function(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, ...]:
+        def swapped(rows: jax.Array) -> jax.Array:
+            return hoccl_jax.exchange(rows, "x", [hoccl_jax.Flow(0, 1, 0, 0, 8), hoccl_jax.Flow(1, 0, 0, 0, 8)], rows=16)
+
+        return x.T @ x, swapped(shards[0]), swapped(shards[1])
+
+    found = compiled(function)
+    assert len(found.transfers()) == 2
+    calls = found.custom_calls("hoccl_collective")
+    assert len(calls) == 2
+    assert not any("output_to_operand_aliasing" in call.text for call in calls)
