@@ -38,6 +38,8 @@ function(hoccl_room name)
     add_library(${target} STATIC ${sources})
     target_include_directories(${target} PUBLIC "${view}")
     target_link_libraries(${target} PUBLIC ${room_USES} ${room_LINK} PRIVATE hoccl_options)
+    # Most of a source's compile time goes into the standard headers. Several together share that; eight, so that there is still work for several cores.
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ${HOCCL_UNITY} UNITY_BUILD_BATCH_SIZE 8)
   else()  # a room of headers alone
     add_library(${target} INTERFACE)
     target_include_directories(${target} INTERFACE "${view}")

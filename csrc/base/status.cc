@@ -35,4 +35,8 @@ std::string Status::ToString() const {
 
 Status ErrnoStatus(std::string_view what, int error_number) { return Internal(std::string(what) + ": " + std::strerror(error_number)); }
 
+std::string InSeconds(std::chrono::nanoseconds duration) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1000.0).substr(0, 5) + " s";
+}
+
 }  // namespace hoccl

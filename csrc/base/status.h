@@ -2,6 +2,7 @@
 #ifndef HOCCL_BASE_STATUS_H_
 #define HOCCL_BASE_STATUS_H_
 
+#include <chrono>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -52,6 +53,9 @@ inline Status Unavailable(std::string m) { return {Code::kUnavailable, std::move
 
 // An error of a system call: "what: strerror(error_number)".
 Status ErrnoStatus(std::string_view what, int error_number);
+
+// A duration as errors give it: "1.250 s".
+std::string InSeconds(std::chrono::nanoseconds duration);
 
 // A value or the status that says why there is none.
 template <typename T>

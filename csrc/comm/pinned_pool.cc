@@ -8,7 +8,7 @@ namespace hoccl {
 namespace {
 
 constexpr size_t kBlock = size_t{1} << 20;
-constexpr size_t kSmallest = size_t{1} << 10;
+constexpr size_t kSmallestPiece = size_t{1} << 10;
 
 }  // namespace
 
@@ -27,7 +27,7 @@ Status PinnedPool::AddBlock(size_t bytes) {
 }
 
 Result<PinnedPiece> PinnedPool::Take(size_t bytes) {
-  const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
+  const size_t size = std::bit_ceil(std::max(bytes, kSmallestPiece));
   std::lock_guard lock(mutex_);
   if (const auto found = free_.find(size); found != free_.end()) {
     const PinnedPiece piece = found->second;

@@ -13,10 +13,6 @@ constexpr std::chrono::seconds kGrace{5};
 
 bool Contains(const std::vector<int>& values, int value) { return std::find(values.begin(), values.end(), value) != values.end(); }
 
-std::string Seconds(Clock::duration duration) {
-  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1000.0).substr(0, 5) + " s";
-}
-
 }  // namespace
 
 void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Actions* actions) {
@@ -137,7 +133,7 @@ Status Rendezvous::DeadlineError(const LocalPost& post) const {
   const Meeting& meeting = *post.meeting;
   const Communicator& communicator = meeting.plan->communicator;
   std::string text = meeting.Describe(post.occurrence) + ": " + communicator.RankName(post.rank) + " has waited " +
-                     Seconds(Clock::now() - post.since) + " (HOCCL_TIMEOUT_S). " + meeting.Attendance();
+                     InSeconds(Clock::now() - post.since) + " (HOCCL_TIMEOUT_S). " + meeting.Attendance();
   // Where are those who have not come?
   for (const auto& [key, first] : meetings_) {
     for (const Meeting* other = first; other != nullptr; other = other->next) {

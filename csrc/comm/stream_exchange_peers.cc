@@ -11,10 +11,6 @@ namespace {
 // After a failure, late writers can set flags back below what later waits want: they are let go again and again for so long.
 constexpr std::chrono::seconds kReleasing{5};
 
-std::string Seconds(std::chrono::steady_clock::duration duration) {
-  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1000.0).substr(0, 5) + " s";
-}
-
 }  // namespace
 
 void StreamExchange::OnProcessConnected(int process) {
@@ -261,7 +257,7 @@ void StreamExchange::CheckDeadlines(Device* device) {
     if (now - execution->since <= options_.timeout) continue;
     const GroupPlan& plan = *execution->plan;
     return Fail(DeadlineExceeded(plan.Describe(execution->key.meeting.run, execution->occurrence) + ": " +
-                                 plan.communicator.RankName(execution->rank) + " has waited " + Seconds(now - execution->since) +
+                                 plan.communicator.RankName(execution->rank) + " has waited " + InSeconds(now - execution->since) +
                                  " (HOCCL_TIMEOUT_S). " + Attendance(*execution)),
                 true);
   }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,6 +17,11 @@ TEST(StatusTest, DefaultIsOk) {
   EXPECT_TRUE(status.ok());
   EXPECT_EQ(status.code(), Code::kOk);
   EXPECT_EQ(status.ToString(), "OK");
+}
+
+TEST(StatusTest, DurationsAreGivenInSeconds) {
+  EXPECT_EQ(InSeconds(std::chrono::milliseconds(1250)), "1.250 s");
+  EXPECT_EQ(InSeconds(std::chrono::seconds(300)), "300.0 s");
 }
 
 TEST(StatusTest, ErrorNamesItsCodeAndMessage) {
