@@ -8,6 +8,8 @@ from benchmarks import network_cases
 from benchmarks.report import Samples
 from hoccl_jax.tools.hosts import Hosts, why_not
 
+pytestmark = pytest.mark.any_jax
+
 
 def test_rates_are_those_of_one_direction() -> None:
     gather = network_cases.Row(Samples("all_gather", 2_000_000, [0.001] * 3, [0.002] * 3, []), [0.0005] * 3, [])

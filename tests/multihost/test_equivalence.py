@@ -7,7 +7,7 @@ import pytest
 from hoccl_jax.tools.hosts import Hosts, why_not
 from tests.multihost.jobs import run
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+pytestmark = [pytest.mark.any_jax, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.multihost.jobs import start
 from tests.multiprocess import jobs
 from tests.multiprocess.test_failures import merged
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+pytestmark = [pytest.mark.any_jax, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
 
 def test_killed_process_is_named_by_every_survivor_at_once() -> None:

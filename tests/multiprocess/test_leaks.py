@@ -12,6 +12,8 @@ import pytest
 
 from tests.multiprocess import jobs
 
+pytestmark = pytest.mark.any_jax
+
 _SHM = pathlib.Path("/dev/shm")
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.multiprocess import jobs
 
+pytestmark = pytest.mark.any_jax
+
 _ENV = {"HOCCL_SCHEDULE": "plan", "HOCCL_TIMEOUT_S": "60"}
 
 

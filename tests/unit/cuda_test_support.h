@@ -145,7 +145,11 @@ using Bytes = std::vector<uint8_t>;
 inline Bytes Pattern(size_t bytes, uint8_t seed = 1) {
   Bytes pattern(bytes);
   uint32_t state = seed * 2654435761u + 1;
-  for (uint8_t& byte : pattern) byte = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> 24);
+  // Repeats itself after a prime number of bytes, so that no chunk can pass for another. Large patterns would take most of a sanitizer's
+  // time.
+  const size_t period = std::min<size_t>(bytes, 65'521);
+  for (size_t i = 0; i < period; ++i) pattern[i] = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> 24);
+  for (size_t at = period; at < bytes; at += period) std::memcpy(&pattern[at], pattern.data(), std::min(period, bytes - at));
   return pattern;
 }
 

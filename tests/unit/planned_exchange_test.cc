@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <future>
 #include <map>
 #include <memory>
@@ -32,6 +33,7 @@ WorldOptions Planned(CrossMemory cross_memory = CrossMemory::kAuto) {
 class Random {
  public:
   explicit Random(uint64_t seed) : engine_(seed) {}
+  uint64_t Next() { return engine_(); }
   int Below(int end) { return static_cast<int>(engine_() % static_cast<uint64_t>(end)); }
   std::vector<int> Permutation(int size) {
     std::vector<int> values(static_cast<size_t>(size));
@@ -91,7 +93,10 @@ Operation RandomOperation(Random* random, int ranks) {
 
 std::vector<std::byte> RandomBytes(Random* random, int64_t size) {
   std::vector<std::byte> bytes(static_cast<size_t>(size));
-  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random->Below(256));
+  for (size_t at = 0; at < bytes.size(); at += sizeof(uint64_t)) {
+    const uint64_t word = random->Next();
+    std::memcpy(&bytes[at], &word, std::min(sizeof(word), bytes.size() - at));
+  }
   return bytes;
 }
 

@@ -93,7 +93,9 @@ void CheckResult(const Step& step, int index, int64_t device, const std::vector<
         if (destination == rank) expected = Word(index, (*group)[source], i);
       }
     }
-    ASSERT_EQ(result[i], expected) << "step " << index << " device " << device << " element " << i << ": " << operation.ToString();
+    if (result[i] == expected) continue;  // an assertion for each would take most of the test's time
+    FAIL() << "got " << result[i] << ", wanted " << expected << " in step " << index << " device " << device << " element " << i << ": "
+           << operation.ToString();
   }
 }
 

@@ -13,6 +13,8 @@ from benchmarks.memcpy import Memcpy
 from benchmarks.report import Row, Samples
 from hoccl_jax.tools import launch
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 1)])
 def test_every_operation_is_sampled_in_every_layout(tmp_path: pathlib.Path, processes: int, devices: int) -> None:

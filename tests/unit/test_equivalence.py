@@ -15,8 +15,14 @@ from jax.sharding import PartitionSpec as P
 import hoccl_jax
 from tests import cases
 
+# Half of them take each transformation of each operation once, and each type several times.
+_CASES = [
+    pytest.param(case, marks=[pytest.mark.any_jax] if case.number >= 280 else [], id=str(case))
+    for case in cases.generate(8, seed=0, count=560)
+]
 
-@pytest.mark.parametrize("case", list(cases.generate(8, seed=0, count=560)), ids=str)
+
+@pytest.mark.parametrize("case", _CASES)
 def test_equals_jax_lax(case: cases.Case) -> None:
     cases.check(case, jax.devices())
 

@@ -35,16 +35,17 @@ def train(*args: str) -> tuple[str, dict[str, list[float]]]:
     return completed.stdout, losses
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_both_collectives_give_the_same_curve(processes: int) -> None:
-    output, losses = train("--steps=12", f"--processes={processes}")
-    assert "identical bit for bit over 12 steps" in output
+@pytest.mark.parametrize(("processes", "steps"), [(1, 12), pytest.param(2, 3, marks=pytest.mark.any_jax)])
+def test_both_collectives_give_the_same_curve(processes: int, steps: int) -> None:
+    output, losses = train(f"--steps={steps}", f"--processes={processes}")
+    assert f"identical bit for bit over {steps} steps" in output
     assert re.search(r"\| hoccl +\| +[\d.]+ +\| +[\d.]+ +\|", output)
-    assert len(losses["hoccl"]) == 12
+    assert len(losses["hoccl"]) == steps
     assert losses["hoccl"] == losses["lax"]
-    assert losses["hoccl"][-1] < losses["hoccl"][0] - 0.5
+    assert losses["hoccl"][-1] < losses["hoccl"][0] - (0.5 if steps == 12 else 0)
 
 
+@pytest.mark.any_jax
 def test_stages_and_shards_do_not_change_what_is_learnt() -> None:
     """One stage is plain data parallelism, so agreement says that the pipeline computes the model's loss and its gradients."""
     _, flat = train("--steps=4", "--stages=1", "--collectives=hoccl")

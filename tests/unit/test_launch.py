@@ -17,6 +17,8 @@ import pytest
 
 from hoccl_jax.tools import launch
 
+pytestmark = pytest.mark.any_jax
+
 LAUNCH = [sys.executable, "-P", launch.__file__]  # by path, since some tests run elsewhere and the package need not be installed
 _START_S = 60.0  # for processes to start on a loaded machine
 

@@ -13,6 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 from hoccl_jax._native import sched
 
+pytestmark = pytest.mark.any_jax
+
 PRIMES = [1, 2, 3, 5, 7, 11, 13, 509, 1021, 65521, 1048573]
 
 topologies = st.builds(

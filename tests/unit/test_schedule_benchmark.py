@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import schedule_cases as cases
 
+pytestmark = pytest.mark.any_jax
+
 RANKS, BYTES = 24, 1 << 24
 
 

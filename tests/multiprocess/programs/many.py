@@ -6,6 +6,7 @@ import sys
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
@@ -41,8 +42,7 @@ def expected(values: np.ndarray, rank: int, i: int) -> np.ndarray:
     return result + i
 
 
-def main(rounds: int, per_chunk: int) -> None:
-    mesh = everyone()
+def differences(mesh: Mesh, per_chunk: int, rounds: int) -> list[str]:
     n = mesh.devices.size
     x = ranks_values(mesh, n * per_chunk, np.int32)
     values = np.arange(x.size, dtype=np.int32).reshape(n, -1)
@@ -55,10 +55,17 @@ def main(rounds: int, per_chunk: int) -> None:
             for shard in result.addressable_shards:
                 rank = list(mesh.devices.flat).index(shard.device)
                 if not np.array_equal(np.asarray(shard.data), expected(values, rank, i)):
-                    wrong.append(f"round {r}, collective {i}, rank {rank}")
+                    wrong.append(f"{per_chunk} elements, round {r}, collective {i}, rank {rank}")
         wrong += [f"round {r}, sum {i}" for i, total in enumerate(sums) if not np.array_equal(np.asarray(total), values.sum(axis=0) * i)]
+    return wrong
+
+
+def main(sizes: list[str]) -> None:
+    """`sizes`: elements for each pair of ranks, and rounds, as "4:10"."""
+    mesh = everyone()
+    wrong = [difference for size in sizes for difference in differences(mesh, *map(int, size.split(":")))]
     report(wrong=wrong, stats=hoccl_jax.stats())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1:])
