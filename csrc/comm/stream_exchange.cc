@@ -12,8 +12,6 @@ namespace hoccl {
 namespace {
 
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
-// Own slices from this size on are copied beside the pushes instead of before them.
-constexpr int64_t kLargeOwnBytes = 8 << 20;
 // How long a device's thread polls without a pause for pushes that can't start. Then it pauses for a part of the time that it has waited.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
@@ -66,9 +64,6 @@ Status StreamExchange::StartDevices() {
     Result<std::unique_ptr<StagingCopies>> staging_copies = StagingCopies::Create(**cuda);
     if (!staging_copies.ok()) return staging_copies.status();
     device->staging_copies = *std::move(staging_copies);
-    Result<std::unique_ptr<cuda::CopyStream>> own_copies = cuda::CopyStream::Create(**cuda);
-    if (!own_copies.ok()) return own_copies.status();
-    device->own_copies = *std::move(own_copies);
     Result<std::unique_ptr<PinnedPool>> tables = PinnedPool::Create(**cuda);
     if (!tables.ok()) return tables.status();
     device->tables = *std::move(tables);
@@ -120,14 +115,7 @@ StreamExchange::~StreamExchange() {
 
 StreamExchange::Binding::~Binding() {
   const std::shared_ptr<Resources> resources = resources_.lock();
-  if (resources == nullptr) {  // and with it the driver's objects
-    (void)fork_.release();
-    (void)join_.release();
-    return;
-  }
-  fork_.reset();
-  join_.reset();
-  if (has_slots_) resources->flags->ReleaseSlot(slot_);
+  if (resources != nullptr && has_slots_) resources->flags->ReleaseSlot(slot_);
 }
 
 Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::shared_ptr<const GroupPlan> plan, int rank) {
@@ -167,15 +155,6 @@ Status StreamExchange::GetResources(Binding* binding) {
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
   binding->has_slots_ = true;
-  int64_t own_bytes = 0;
-  for (const StridedCopy& copy : binding->own_) own_bytes += copy.bytes();
-  binding->own_is_large_ = own_bytes >= kLargeOwnBytes && !binding->out_.empty();
-  for (std::unique_ptr<cuda::Event>* event : {&binding->fork_, &binding->join_}) {
-    if (!binding->own_is_large_) break;
-    Result<std::unique_ptr<cuda::Event>> created = cuda::Event::Create(*binding->device_->cuda);
-    if (!created.ok()) return created.status();
-    *event = *std::move(created);
-  }
   return {};
 }
 

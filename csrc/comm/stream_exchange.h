@@ -268,9 +268,6 @@ class StreamExchange::Binding {
   std::vector<Out> out_;
   std::vector<In> in_;
   std::vector<StridedCopy> own_;  // what stays on the device
-  bool own_is_large_ = false;     // then they are copied beside the pushes, in a stream that the program's forks and joins by these
-  std::unique_ptr<cuda::Event> fork_;
-  std::unique_ptr<cuda::Event> join_;
   std::vector<int> sources_;  // processes of this host that send to this rank
   uint32_t arrivals_ = 0;
   StreamPost post_;  // what all executions have in common

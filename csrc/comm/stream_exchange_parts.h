@@ -30,7 +30,6 @@ struct StreamExchange::Device {
   std::unique_ptr<cuda::ImportCache> imports;
   std::unique_ptr<PushExecutor> pushes;
   std::unique_ptr<StagingCopies> staging_copies;
-  std::unique_ptr<cuda::CopyStream> own_copies;
   std::unique_ptr<DeviceStaging> staging;
   std::unique_ptr<PinnedPool> tables;  // of ragged all-to-alls
   std::mutex awaited_mutex;            // taken last

@@ -175,20 +175,15 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
     if (flight.way == Flight::Way::kProxy || flight.way == Flight::Way::kNetwork)
       operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
   }
-  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
-  return binding.own_is_large_ ? stream.WaitEvent(*binding.join_) : Status();
+  return stream.RunFlags(operations);
 }
 
-// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue. So these are enqueued
-// before any wait that depends on them; left to the executor they could hang.
+// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue; so can the wait for an
+// event, and what its queue holds behind it. So these are enqueued in the program's stream, before any wait that depends on them: left to
+// the executor, or to a stream that waits for the program's, they could hang.
 Status StreamExchange::CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
   for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
-  if (!binding.own_is_large_) return stream.CopyAll(execution.result, execution.operand, binding.own_);
-  cuda::CopyStream& beside = *binding.device_->own_copies;
-  HOCCL_RETURN_IF_ERROR(stream.Record(*binding.fork_));
-  HOCCL_RETURN_IF_ERROR(beside.WaitEvent(*binding.fork_));
-  HOCCL_RETURN_IF_ERROR(beside.CopyAll(execution.result, execution.operand, binding.own_));
-  return beside.Record(*binding.join_);
+  return stream.CopyAll(execution.result, execution.operand, binding.own_);
 }
 
 Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {

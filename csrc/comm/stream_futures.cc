@@ -12,7 +12,7 @@ Result<StreamFutures::Device*> StreamFutures::DeviceOf(int64_t device) {
   }
   if (found.cuda == nullptr) return FailedPrecondition("device " + std::to_string(device) + " is not a CUDA device of this process");
   for (auto& stream : found.streams) {
-    Result<std::unique_ptr<cuda::CopyStream>> made = cuda::CopyStream::Create(*found.cuda);
+    Result<std::unique_ptr<cuda::CopyStream>> made = cuda::CopyStream::Create(*found.cuda, cuda::CopyStream::Use::kProgram);
     if (!made.ok()) return made.status();
     stream = *std::move(made);
   }

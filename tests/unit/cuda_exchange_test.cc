@@ -68,18 +68,6 @@ TEST_P(CudaExchangeTest, ResultsThatCannotBeSharedGoThroughBuffers) {
   EXPECT_EQ(job.Statistic("failures"), 0);
 }
 
-class CudaOwnSliceTest : public cuda::CudaTest {};
-
-// They are copied in a stream beside the program's.
-TEST_F(CudaOwnSliceTest, LargeOnesAreRightToo) {
-  constexpr int64_t kBytes = 8 << 20;
-  CudaJob job(driver(), 2, 1, {}, 2 * kBytes);
-  const auto call = MakeCall(AllGather(kBytes / 4), {{0, 1}}, 1);
-  RunAndCheck(job, call, 1, {0, 1});
-  job.UnshareResults();
-  RunAndCheck(job, call, 2, {0, 1});
-}
-
 TEST_P(CudaExchangeTest, ManyCallsMayBeInTheStreamsAtATime) {
   if (!OnFake() && GetParam().each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
   CudaJob job(driver(), GetParam().processes, GetParam().each);

@@ -253,15 +253,17 @@ TEST_F(CudaStreamTest, EventsOrderStreams) {
   ASSERT_OK(second->Synchronize());
 }
 
-TEST_F(FakeCudaStreamTest, CopyStreamsHaveTheHighestPriority) {
+TEST_F(FakeCudaStreamTest, CopiesHaveAPriorityBetweenThoseOfPrograms) {
   const auto device = Attach(0);
-  const auto stream = Must(CopyStream::Create(*device));
+  const auto copies = Must(CopyStream::Create(*device));
+  const auto program = Must(CopyStream::Create(*device, CopyStream::Use::kProgram));
   int least = 0;
   int greatest = 0;
   ScopedContext scope(*device);
   ASSERT_OK(driver().CtxGetStreamPriorityRange(&least, &greatest));
-  EXPECT_LT(greatest, least);
-  EXPECT_EQ(Fake().fakeCudaStreamPriority(stream->handle()), greatest);
+  EXPECT_LT(greatest, Fake().fakeCudaStreamPriority(copies->handle()));
+  EXPECT_LT(Fake().fakeCudaStreamPriority(copies->handle()), least);
+  EXPECT_EQ(Fake().fakeCudaStreamPriority(program->handle()), greatest);
 }
 
 TEST_F(FakeCudaStreamTest, AFailedCopyIsReportedByWhatComesLater) {

@@ -256,14 +256,15 @@ Status StreamView::Synchronize() const {
   return device_->driver().StreamSynchronize(stream_);
 }
 
-Result<std::unique_ptr<CopyStream>> CopyStream::Create(const CudaDevice& device) {
+Result<std::unique_ptr<CopyStream>> CopyStream::Create(const CudaDevice& device, Use use) {
   ScopedContext scope(device);
   HOCCL_RETURN_IF_ERROR(scope.status());
   int least = 0;
   int greatest = 0;
   HOCCL_RETURN_IF_ERROR(device.driver().CtxGetStreamPriorityRange(&least, &greatest));
+  const int priority = use == Use::kCopies && least - greatest > 1 ? greatest + 1 : greatest;
   CUstream stream = nullptr;
-  HOCCL_RETURN_IF_ERROR(device.driver().StreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, greatest));
+  HOCCL_RETURN_IF_ERROR(device.driver().StreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, priority));
   return std::unique_ptr<CopyStream>(new CopyStream(device, stream));
 }
 

@@ -109,10 +109,13 @@ class StreamView {
   CUstream stream_;
 };
 
-// A stream of the device's highest priority for copies. It can't wait for flags.
+// A stream of the engine's own, of high priority. It can't wait for flags.
 class CopyStream : private StreamView {
  public:
-  static Result<std::unique_ptr<CopyStream>> Create(const CudaDevice& device);
+  // Streams of one priority share hardware queues, in which one stream's wait holds up another one's copies. Programs' streams have the
+  // lowest priority, or the highest where XLA runs something beside the program; so copies that must not be held up have one in between.
+  enum class Use : uint8_t { kCopies, kProgram };
+  static Result<std::unique_ptr<CopyStream>> Create(const CudaDevice& device, Use use = Use::kCopies);
   // Does not wait: the driver finishes what was enqueued.
   ~CopyStream();
 
