@@ -2,6 +2,7 @@
 #ifndef HOCCL_XLA_FFI_CPU_COMPLETION_H_
 #define HOCCL_XLA_FFI_CPU_COMPLETION_H_
 
+#include <cfenv>
 #include <memory>
 #include <utility>
 
@@ -11,11 +12,28 @@
 
 namespace hoccl {
 
-// Resolves the future that XLA:CPU waits for. XLA's futures live on the heap anyway; this is the engine's end of one.
+// While it lives, the thread computes as another one did: XLA's threads flush denormals to zero, and others don't.
+class FloatingPointScope {
+ public:
+  explicit FloatingPointScope(const std::fenv_t& environment) {
+    std::fegetenv(&outer_);
+    std::fesetenv(&environment);
+  }
+  ~FloatingPointScope() { std::fesetenv(&outer_); }
+  FloatingPointScope(const FloatingPointScope&) = delete;
+  FloatingPointScope& operator=(const FloatingPointScope&) = delete;
+
+ private:
+  std::fenv_t outer_;
+};
+
+// Resolves the future that XLA:CPU waits for, which runs the rest of the program. XLA's futures live on the heap anyway; this is the
+// engine's end of one.
 struct PendingPromise {
   xla::ffi::Promise promise;
   World* world = nullptr;  // which calls Complete, so it is there
   int64_t device = 0;
+  std::fenv_t floating_point = {};  // of the thread that has run the program so far
 
   // A failed program's buffers are freed at once, so its failure waits for what is still in flight between a start and its done.
   static void Complete(void* context, Status status) {
@@ -26,6 +44,7 @@ struct PendingPromise {
 
   static void Resolve(void* context, Status status) {
     const std::unique_ptr<PendingPromise> pending(static_cast<PendingPromise*>(context));
+    const FloatingPointScope as_before(pending->floating_point);
     if (status.ok()) {
       pending->promise.SetAvailable();
     } else {
@@ -39,6 +58,7 @@ struct PendingPromise {
 template <typename Begin>
 xla::ffi::Future FutureOf(World* world, int64_t device, Begin begin) {
   auto* pending = new PendingPromise{.promise = {}, .world = world, .device = device};  // deletes itself
+  std::fegetenv(&pending->floating_point);
   xla::ffi::Future future(pending->promise);
   Status outcome;
   if (begin(Completion{.call = PendingPromise::Complete, .context = pending}, &outcome))

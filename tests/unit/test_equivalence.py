@@ -47,3 +47,18 @@ def test_gradient_of_a_gathered_weight(to: str, tiled: bool) -> None:
 
     for ours, theirs in zip(value_and_grad(hoccl_jax), value_and_grad(lax), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_follows_treats_denormals_as_what_is_before() -> None:
+    """XLA's threads flush denormals to zero, and so must the thread that goes on with the program after a collective."""
+    mesh = Mesh(np.array(jax.devices()), "x")
+
+    def halves(library: Any) -> np.ndarray:
+        def body(x: jax.Array) -> jax.Array:
+            gathered = lax.optimization_barrier(library.all_gather(x, "x", tiled=True))
+            return jnp.stack([jnp.max(x * 0.5), jnp.max(gathered * 0.5)])[None]
+
+        x = np.full(8 * 100_000, 3e-39, np.float32)  # too large for the thread that posts to copy it
+        return np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(x))
+
+    np.testing.assert_array_equal(halves(hoccl_jax), halves(lax))
