@@ -2,11 +2,12 @@
 
     python -m benchmarks.network                                        # the tables
     python -m benchmarks.network --quick                                # the same with few samples
-    python -m benchmarks.network --output docs/results/network.md       # and the page, with its plots beside it
+    python -m benchmarks.network --programs=build/venv/tests --output docs/results/network.md  # and the page, with its plots beside it
 
 The hosts are network namespaces of this machine (`hoccl_jax.tools.hosts`, needs root), each with one process of one CPU device. So both
 ends share the machine's cores, and what is compared is software, not network cards. Run it on an otherwise idle machine, from the top of
-the repository. libfabric alone needs the program transport_write, which a build of the C++ tests makes (docs/development.md).
+the repository. libfabric alone and the pipeline need the programs transport_write and staged_pipeline, which a build of the C++ tests
+makes (docs/development.md).
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from collections.abc import Sequence
 from absl import app, flags
 from tabulate import tabulate
 
-from benchmarks import network_cases, report
+from benchmarks import network_cases, report, staged_pipeline
 from hoccl_jax.config import Config
 from hoccl_jax.tools.hosts import Hosts, why_not
 
 _QUICK = flags.DEFINE_bool("quick", False, "Few samples and sizes.")
 _OUTPUT = flags.DEFINE_string("output", None, "Also write the tables, as Markdown with the facts of the run, to this file.")
-_WRITE = flags.DEFINE_string("transport_write", None, "The program transport_write; without it libfabric's column stays empty.")
+_PROGRAMS = flags.DEFINE_string(
+    "programs", None, "Folder with the programs transport_write and staged_pipeline; without it what they measure is left out."
+)
 
 _SIZES = tuple((1 << 20) * 4**i for i in range(5))  # 1 to 256 MiB
 _CHUNKS = tuple((64 << 10) * 4**i for i in range(4))  # 64 KiB to 4 MiB
@@ -51,6 +54,16 @@ def facts(repeats: int) -> str:
     return "\n".join(lines)
 
 
+def pipelined(program: str, page: pathlib.Path | None, repeats: int) -> str:
+    """The page's section on staged chunks; its picture is written beside the page."""
+    overlapped = staged_pipeline.measure(program, staged_pipeline.COSTS_MS, staged_pipeline.PIPELINED, repeats)
+    alone = staged_pipeline.measure(program, staged_pipeline.COSTS_MS, staged_pipeline.ALONE, repeats)
+    picture = page.with_name(f"{page.stem}-pipeline.png") if page else None
+    if picture:
+        staged_pipeline.plot(overlapped, alone, picture)
+    return staged_pipeline.section(overlapped, alone, picture.name if picture else None)
+
+
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
@@ -58,18 +71,21 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"no hosts can be made here: {reason}")
     repeats = 3 if _QUICK.value else 9
     run = facts(repeats)  # says what the load was before
+    programs = pathlib.Path(_PROGRAMS.value) if _PROGRAMS.value else None
+    write = str(programs / "transport_write") if programs else None
     with Hosts(2) as hosts:
-        rows = network_cases.compare(hosts, _SIZES[:2] if _QUICK.value else _SIZES, repeats, _WRITE.value)
+        rows = network_cases.compare(hosts, _SIZES[:2] if _QUICK.value else _SIZES, repeats, write)
         rates = network_cases.sweep(hosts, _CHUNKS[:2] if _QUICK.value else _CHUNKS, _IN_FLIGHT[:2] if _QUICK.value else _IN_FLIGHT, 3)
     table = tabulate([row.cells() for row in rows], network_cases.HEADERS, tablefmt="github", disable_numparse=True)
     title = f"A ppermute of {report.size_text(network_cases.SWEPT)} in GB/s, by size of chunks and how many are in flight:"
     swept = f"{title}\n\n{network_cases.sweep_table(rates)}"
-    print(f"{run}\n\n{table}\n\n{swept}")
-    if _OUTPUT.value:
-        page = pathlib.Path(_OUTPUT.value)
+    page = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else None
+    pipeline = [pipelined(str(programs / "staged_pipeline"), page, 1 if _QUICK.value else 5)] if programs else []
+    print("\n\n".join([run, table, swept, *pipeline]))
+    if page:
         network_cases.plot(rows, page.with_suffix(".png"))
         picture = f"![Rates over message size]({page.with_suffix('.png').name})"
-        page.write_text("\n\n".join(["# Between two hosts", run, table, picture, swept]) + "\n")
+        page.write_text("\n\n".join(["# Between two hosts", run, table, picture, swept, *pipeline]) + "\n")
 
 
 if __name__ == "__main__":

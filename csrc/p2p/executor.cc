@@ -206,6 +206,7 @@ int Executor::Copy(const Chunk& chunk) {
     if (transfer.label.operation != nullptr) options_.trace->AddChunk(transfer.label, transfer.ChunkBytes(chunk.index), begin, end);
     begin = end;
   };
+  if (options_.before_chunk) options_.before_chunk(*leader);
   const Status status = leader->CopyChunk(chunk.index);
   if (traced) record(*leader);
   int ended = 0;

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -26,6 +27,8 @@ struct ExecutorOptions {
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep background chunks from going
   Trace* trace = nullptr;                               // gets the chunks of transfers that have a label
+  // For tests and measurements, which make copies slow by it: called before each chunk by the thread that copies it.
+  std::function<void(const Transfer&)> before_chunk = {};
 };
 
 // What background transfers have done.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -54,14 +56,30 @@ def test_short_cut_is_survived_and_a_long_one_is_an_error_that_names_the_host() 
         assert lost["seconds"] < 6 + 6
 
 
+def sockets(pid: int) -> int:
+    """How many the process has open."""
+    count = 0
+    for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += str(entry.readlink()).startswith("socket:")
+    return count
+
+
 def test_strangers_at_the_port_disturb_nobody() -> None:
     """Garbage, a greeting with a wrong token, and more connections than a process keeps waiting."""
     env = {"HOCCL_NET_PORTS": "40123", "HOCCL_TIMEOUT_S": "60", "HOCCL_HEARTBEAT_TIMEOUT_S": "60"}
     with Hosts(2) as hosts, start(hosts, "multihost.cut", env=env) as job:
         job.of(0).expect(0, "running", jobs.DEADLINE_S)
+        victim = job.of(0).pid(0)
+        before = sockets(victim)
+        assert before > 2  # the process itself, with its connections
         stranger = [*hosts.command(1), sys.executable, "-m", "tests.multihost.programs.stranger", hosts.address(0), "40123"]
         run = subprocess.run(stranger, env={**os.environ, **jobs.environment()}, capture_output=True, text=True, timeout=60, check=False)
         assert run.returncode == 0, run.stdout + run.stderr
+        deadline = time.monotonic() + jobs.DEADLINE_S
+        while sockets(victim) > before:  # their ends have to come through
+            assert time.monotonic() < deadline, f"{sockets(victim)} sockets are open, {before} were before the strangers"
+            time.sleep(0.1)
         job.of(0).kill(0, signal.SIGUSR1)
         job.of(1).kill(1, signal.SIGUSR1)
         job.of(0).expect(0, "ended", jobs.DEADLINE_S)

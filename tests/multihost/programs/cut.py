@@ -13,6 +13,7 @@ import hoccl_jax
 from tests.multiprocess.programs.common import barrier, everyone, leave, local, ranks_values, report, sharded
 
 _ROUNDS_AFTER_A_CUT = 50
+_VALUES = 1 << 15  # a rank
 _PAUSE_S = 0.05  # between rounds: the rounds must still go on while the test cuts the link, and need not fill the machine
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, end)
     mesh = everyone()
     n = mesh.devices.size
-    x = ranks_values(mesh, 1 << 15)
+    x = ranks_values(mesh, _VALUES)
     step = sharded(
         mesh, lambda x: (hoccl_jax.all_gather(x, "x", tiled=True)[: x.size], hoccl_jax.ppermute(x, "x", [(0, n - 1), (n - 1, 0)]))
     )
@@ -38,8 +39,14 @@ def main() -> None:
     while True:
         start = time.monotonic()
         try:
-            gathered, _ = step(x)
-            assert local(gathered)[0][:4] == [0.0, 1.0, 2.0, 3.0]
+            gathered, permuted = step(x)
+            # Every byte: each device has the values of all, cut to as many as it brought, and its partner's.
+            for shard in gathered.addressable_shards:
+                assert np.array_equal(np.asarray(shard.data), np.arange(_VALUES, dtype=np.float32))
+            for shard in permuted.addressable_shards:
+                source = n - 1 - shard.index[0].start // _VALUES
+                wanted = np.arange(_VALUES, dtype=np.float32) + source * _VALUES if source in (0, n - 1) else np.zeros(_VALUES)
+                assert np.array_equal(np.asarray(shard.data), wanted)
             wanted = jax.make_array_from_callback((n,), x.sharding, lambda index: np.full(n, float(ending), np.float32)[index])
             ended = local(stop(wanted))[0] == [1.0]
         except jax.errors.JaxRuntimeError as error:
