@@ -234,7 +234,7 @@ def lower_call(platform: str, ctx: Any, operands: Sequence[Any], attributes: dic
 
     def call(*operands: Any) -> Any:
         lowering = jax.ffi.ffi_lowering(primitives.TARGET, operand_output_aliases={} if beside else {1: 0})
-        return lowering(ctx, *operands, **attributes)[0]
+        return lowering(ctx, *operands, **attributes, beside=int(beside))[0]
 
     return [primitives.beside(ctx, operands, primitives.STREAMS[options.priority], call) if beside else call(*operands)]
 

@@ -244,6 +244,7 @@ def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, o
         "concat_axis": form.concat_axis,
         "pairs": np.array(form.pairs, np.int64).reshape(-1),
         "priority": PRIORITIES[options.priority],
+        "beside": int(options.overlap),
     }
     attributes["site"] = _site(collective, ctx, attributes)
     return attributes

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-from jax._src import core, distributed, monitoring
+from jax._src import core, distributed, monitoring, xla_bridge
 from jax._src.dispatch import BACKEND_COMPILE_EVENT
 from jax._src.interpreters import mlir
 
@@ -40,6 +40,16 @@ class _State:
     connected: set[int] = dataclasses.field(default_factory=set)  # process indices, this one included
 
 
+_HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def _take_all_hardware_queues() -> None:
+    """The driver reads the variable when JAX starts. With the default, 8, streams share queues, and a wait holds up what is behind it."""
+    if not xla_bridge.backends_are_initialized():
+        os.environ.setdefault(_HARDWARE_QUEUES, "32")
+
+
+_take_all_hardware_queues()
 _lock = threading.RLock()
 _state = _State()
 _fallbacks: collections.Counter[str] = collections.Counter()  # guarded by _lock
@@ -239,6 +249,11 @@ def _ensure_started() -> Config:
         _trace_file(config.trace)  # or an error before anything starts
     for line in misspelt():
         _logger.warning("%s", line)
+    if _HARDWARE_QUEUES not in os.environ and any(device.platform == "gpu" for device in _local_devices()):
+        _logger.warning(
+            "JAX had started before hoccl_jax was imported: import it earlier, or set %s=32, or transfers may hold each other up",
+            _HARDWARE_QUEUES,
+        )
     devices = [(device.id, _ffi_ordinal(device), device.platform) for device in _local_devices()]
     settings = {**dataclasses.asdict(config), "coordinator": _coordinator_host()}
     _native.start(settings, jax.process_index(), jax.process_count(), devices)

@@ -85,7 +85,9 @@ Result<std::shared_ptr<const Call>> CallFromAttributes(const ffi::Dictionary& at
     groups.emplace_back(group, group + operation.group_size);
   site.tagged = attributes.contains("tagged");
   if (!site.tagged) site.ordinal = NextOrdinal(site.module, site.site, operation.kind);
-  return Call::Make(std::move(operation), std::move(groups), std::move(site));
+  const bool beside = attributes.contains("beside") && reader.Integer("beside") != 0;
+  HOCCL_RETURN_IF_ERROR(reader.status());
+  return Call::Make(std::move(operation), std::move(groups), std::move(site), beside);
 }
 
 ffi::Error ToFfiError(const Status& status) { return ffi::Error(static_cast<ffi::ErrorCode>(status.code()), status.message()); }

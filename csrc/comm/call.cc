@@ -85,7 +85,7 @@ std::string CallSite::ToString() const {
 
 Sides SidesOf(Kind kind) { return {.sends = kind != Kind::kRecv, .receives = kind != Kind::kSend}; }
 
-Result<std::shared_ptr<const Call>> Call::Make(Operation operation, std::vector<std::vector<int64_t>> groups, CallSite site) {
+Result<std::shared_ptr<const Call>> Call::Make(Operation operation, std::vector<std::vector<int64_t>> groups, CallSite site, bool beside) {
   HOCCL_RETURN_IF_ERROR(operation.Validate());
   HOCCL_RETURN_IF_ERROR(CheckGroups(groups, operation.group_size));
   Result<std::vector<Flow>> flows = MakeFlows(operation);
@@ -94,6 +94,7 @@ Result<std::shared_ptr<const Call>> Call::Make(Operation operation, std::vector<
   call->operation = std::move(operation);
   call->groups = std::move(groups);
   call->site = std::move(site);
+  call->beside = beside;
   call->site_hash = call->site.Hash();
   call->signature = SignatureOf(call->operation);
   call->flows = *std::move(flows);

@@ -35,11 +35,13 @@ Sides SidesOf(Kind kind);
 // Immutable once made.
 struct Call {
   // Checks the operation and the groups (equal sizes, no device twice).
-  static Result<std::shared_ptr<const Call>> Make(Operation operation, std::vector<std::vector<int64_t>> groups, CallSite site);
+  static Result<std::shared_ptr<const Call>> Make(Operation operation, std::vector<std::vector<int64_t>> groups, CallSite site,
+                                                  bool beside = false);
 
   Operation operation;
   std::vector<std::vector<int64_t>> groups;  // global device ids
   CallSite site;
+  bool beside = false;  // on CUDA devices, in a stream beside the program's
   uint64_t site_hash = 0;
   uint64_t signature = 0;  // of what all ranks must agree on: kind, type, geometry
   std::vector<Flow> flows;

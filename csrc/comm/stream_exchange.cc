@@ -12,6 +12,8 @@ namespace hoccl {
 namespace {
 
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
+// Own slices from this size on are copied beside the pushes instead of before them.
+constexpr int64_t kLargeOwnBytes = 8 << 20;
 // How long a device's thread polls without a pause for pushes that can't start. Then it pauses for a part of the time that it has waited.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
@@ -150,7 +152,12 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
 }
 
 Status StreamExchange::GetResources(Binding* binding) {
-  const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size());
+  int64_t own_bytes = 0;
+  for (const StridedCopy& copy : binding->own_) own_bytes += copy.bytes();
+  const Sides sides = SidesOf(binding->plan_->call->operation.kind);
+  binding->own_by_executor_ = (binding->plan_->call->beside || own_bytes >= kLargeOwnBytes) && sides.sends && sides.receives &&
+                              !binding->own_.empty() && !binding->out_.empty();
+  const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size() + (binding->own_by_executor_ ? 1 : 0));
   const Result<uint32_t> slot = resources_->flags->AcquireSlots(slots);
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;

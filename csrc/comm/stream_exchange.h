@@ -153,6 +153,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void Await(Device* device, Execution* execution);
   bool Reach(Device* device, const StreamPost& post, Target* target);
   void Submit(const Waiting& waiting, const StreamPost& post);
+  void SubmitOwn(Device* device, Execution* execution);
   void Use(const Flight& flight, const PostKey& key);
   void CheckAgreement(const Execution& execution, const StreamPost& post);
   bool IsInStream(const Execution& execution, const Flight& flight) const;
@@ -268,6 +269,7 @@ class StreamExchange::Binding {
   std::vector<Out> out_;
   std::vector<In> in_;
   std::vector<StridedCopy> own_;  // what stays on the device
+  bool own_by_executor_ = false;
   std::vector<int> sources_;  // processes of this host that send to this rank
   uint32_t arrivals_ = 0;
   StreamPost post_;  // what all executions have in common

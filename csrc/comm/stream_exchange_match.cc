@@ -22,8 +22,9 @@ PostKey StreamExchange::ReceiverOf(const Execution& execution, const Flight& fli
   return key;
 }
 
+// Not what runs beside the program: a copy behind a wait holds up its hardware queue, and what is to end the wait may need that queue.
 bool StreamExchange::IsInStream(const Execution& execution, const Flight& flight) const {
-  return !execution.staging && execution.plan->call->operation.kind != Kind::kRaggedAllToAll &&
+  return !execution.plan->call->beside && !execution.staging && execution.plan->call->operation.kind != Kind::kRaggedAllToAll &&
          execution.plan->call->operation.priority == Priority::kForeground && flight.bytes <= options_.in_stream_bytes;
 }
 
@@ -104,6 +105,27 @@ void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
   statistics_->CountBytes(Engine::kPeerDma, flight.bytes);
   statistics_->CountPush(false);
   waiting.device->wake.notify_one();
+}
+
+// What stays on the device, where the program's stream does not copy it.
+void StreamExchange::SubmitOwn(Device* device, Execution* execution) {
+  const Flight& flight = execution->flights.back();
+  FlagMemory& own = resources_->flags->memory();
+  const Ticket departure = execution->Departure(flight.out.departure);
+  const HostFlag ready = {own.address(execution->slot), execution->value};
+  device->pushes->Submit({.dst = execution->result,
+                          .src = execution->operand,
+                          .copies = execution->CopiesOf(flight),
+                          .receiver = device->entry.global_id,
+                          .background = execution->plan->call->operation.priority == Priority::kBackground,
+                          .sender_ready = ready,
+                          .receiver_ready = ready,
+                          .arrived = own.OnDevice(departure),
+                          .departed = own.OnDevice(departure),
+                          .arrived_seen = {own.address(departure.slot), departure.value},
+                          .departed_seen = {own.address(departure.slot), departure.value}});
+  statistics_->CountBytes(Engine::kLocalCopy, flight.bytes);
+  device->wake.notify_one();
 }
 
 bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* target) {

@@ -273,6 +273,7 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   std::vector<int> named;
   for (const Flight& flight : execution.flights) {
     const int receiver = flight.out.dst;
+    if (receiver == execution.rank) continue;
     if (flight.way != Flight::Way::kNetwork) named.push_back(receiver);
     if (flight.way == Flight::Way::kNetwork) {
       const auto offer = offers_.find(flight.offer);

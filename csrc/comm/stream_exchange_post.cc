@@ -67,6 +67,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     execution->table_on_device = buffers.table;
     execution->table_item_bytes = buffers.table_item_bytes;
     if (!binding->sources_.empty()) Deliver(binding, *execution, landing.location);
+    if (binding->own_by_executor_) SubmitOwn(device, execution);
   }
   if (table) {
     device->AddAwaited({resources_->flags->memory().address(ticket->slot), ticket->value});
@@ -152,7 +153,7 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   operations.clear();
   if (execution->plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(*execution, stream));
   operations.push_back({kWrite, own.OnDevice(execution->Ready())});
-  if (!binding.own_.empty()) {
+  if (!binding.own_.empty() && !binding.own_by_executor_) {
     // Beside the receivers' getting ready.
     HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
     operations.clear();
@@ -178,9 +179,8 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   return stream.RunFlags(operations);
 }
 
-// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue; so can the wait for an
-// event, and what its queue holds behind it. So these are enqueued in the program's stream, before any wait that depends on them: left to
-// the executor, or to a stream that waits for the program's, they could hang.
+// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue. So these are enqueued
+// in the program's stream, before any wait that depends on them.
 Status StreamExchange::CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
   for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
   return stream.CopyAll(execution.result, execution.operand, binding.own_);
@@ -240,6 +240,16 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
       execution->copies.push_back(binding->plan_->call->flows[flow].copy);
       flight.bytes += execution->copies.back().bytes();
     }
+  }
+  if (binding->own_by_executor_) {
+    Flight& flight = execution->flights.emplace_back(Flight{.out = {.dst = binding->rank_,
+                                                                    .count = static_cast<int>(binding->own_.size()),
+                                                                    .departure = static_cast<uint32_t>(binding->out_.size())},
+                                                            .first = execution->copies.size(),
+                                                            .way = Flight::Way::kProxy,
+                                                            .target = {},
+                                                            .ready = {}});
+    for (const StridedCopy& copy : binding->own_) flight.bytes += execution->copies.emplace_back(copy).bytes();
   }
   execution->inflows.clear();
   execution->in_copies.clear();

@@ -67,6 +67,7 @@ def test_attributes_of_all_gather() -> None:
         "concat_axis": 1,
         "pairs": [],
         "priority": 1,
+        "beside": 1,
     }
 
 
