@@ -60,6 +60,7 @@ struct StreamExchangeOptions {
   int64_t in_stream_bytes = int64_t{1} << 40;  // larger pushes are left to the executor
   std::chrono::microseconds patience{10};      // how long a handler of a small operation looks out for its receivers' posts
   std::string driver = cuda::kDriverLibrary;
+  Trace* trace = nullptr;  // of what goes by the network
 };
 
 // Where the data of a call are, on its device.
@@ -169,6 +170,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void OnPull(int process, const Message& message);
   void OnTaken(int process, uint64_t id);
   void Depart(Offer* offer);
+  TraceLabel LabelOf(const Execution& execution, int src, int dst) const;
   void ForgetOffers(int process);
   bool DropOffer(const Execution& execution, const Flight& flight);
   void AbandonNetwork();

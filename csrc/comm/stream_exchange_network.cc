@@ -141,11 +141,23 @@ void StreamExchange::StartInflow(Execution* execution, size_t index) {
     transfer->Start({.address = inflow.offer, .sender = plan.communicator.processes[inflow.in.src]},
                     reinterpret_cast<std::byte*>(execution->result), copy, plan.call->operation.priority == Priority::kBackground, this);
     transfer->device = execution->device->staging_copies.get();
+    transfer->label = LabelOf(*execution, inflow.in.src, execution->rank);
     transfer->owner = execution;
     transfer->index = static_cast<int>(index);
     ++inflow.left;
     remote_->Receive(transfer, this);
   }
+}
+
+TraceLabel StreamExchange::LabelOf(const Execution& execution, int src, int dst) const {
+  if (options_.trace == nullptr || !options_.trace->on()) return {};
+  const std::vector<int64_t>& devices = execution.plan->communicator.devices;
+  return {.operation = execution.plan->trace_name,
+          .src = src,
+          .dst = dst,
+          .from_device = devices[src],
+          .to_device = devices[dst],
+          .device = devices[execution.rank]};
 }
 
 // The operand is free again.
@@ -180,7 +192,9 @@ void StreamExchange::OnPull(int process, const Message& message) {
       const ChunkedCopy chunks(request.copy, request.chunk_bytes);
       for (int64_t i = 0; i < request.chunks; ++i) offer->asked += chunks.chunk(request.first_chunk + i).bytes();
       ++offer->requests;
-      operand = {.address = reinterpret_cast<const std::byte*>(execution->operand), .device = execution->device->staging_copies.get()};
+      operand = {.address = reinterpret_cast<const std::byte*>(execution->operand),
+                 .device = execution->device->staging_copies.get(),
+                 .label = LabelOf(*execution, execution->rank, execution->flights[offer->flight].out.dst)};
     }
   }
   if (offer != nullptr) return remote_->Send(process, request, operand, this, offer);  // it stays while there are requests

@@ -142,7 +142,8 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   world->remote_ = std::make_unique<RemotePath>(RemotePathOptions{.chunk_bytes = options.network.chunk_bytes,
                                                                   .in_flight = options.network.in_flight,
                                                                   .always_stage = options.network.always_stage,
-                                                                  .allocate_slots = std::move(allocate_slots)},
+                                                                  .allocate_slots = std::move(allocate_slots),
+                                                                  .trace = &world->trace_},
                                                 MakeTransportFactory(options.network, *listen_address), world->executor_.get());
   world->rendezvous_ = std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
                                                                          .executor = world->executor_.get(),
@@ -164,7 +165,8 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                              .chunk_bytes = options.dma_chunk_bytes,
                                                                              .in_stream_bytes = options.in_stream_bytes,
                                                                              .patience = options.patience,
-                                                                             .driver = options.cuda_driver},
+                                                                             .driver = options.cuda_driver,
+                                                                             .trace = &world->trace_},
                                                                             world->proxy_.get(), world->remote_.get(), &world->statistics_);
     if (!streams.ok()) return streams.status();
     world->streams_ = *std::move(streams);

@@ -209,7 +209,10 @@ void RemotePath::HandleEvent(NetworkEvent* event) {
   if (peer == peers_.end() || peer->second->id != event->peer) return;  // closed meanwhile
   Outgoing* outgoing = std::exchange(flight->outgoing, nullptr);
   if (outgoing == nullptr) return;
-  if (flight->slot != nullptr) send_slots_.Release(std::exchange(flight->slot, nullptr));
+  if (flight->slot != nullptr) {
+    if (event->kind == NetworkEvent::Kind::kWritten) TraceChunk(*flight->slot, "network");
+    send_slots_.Release(std::exchange(flight->slot, nullptr));
+  }
   spare_flights_.push_back(flight);
   --peer->second->in_flight;
   --outgoing->active;
@@ -305,6 +308,7 @@ void RemotePath::StartDeviceCopy(StagingSlot* slot, StagingCopies* device, const
   const Status started = slot->outgoing != nullptr ? device->CopyOut(slot->on_device, address, piece, done)
                                                    : device->CopyIn(address, slot->on_device, piece, done);
   if (!started.ok()) return OnTransferDone(&slot->copy, started);  // its end is not for the caller's loop to see
+  if (options_.trace != nullptr) slot->since = Clock::now();
   if (on_devices_.empty()) next_check_ = Clock::now() + kCopyLinger;
   on_devices_.push_back(slot);
 }
@@ -320,6 +324,7 @@ bool RemotePath::PollDeviceCopies() {
     const bool copied = std::atomic_ref(*slot->flag).load(std::memory_order_acquire) == slot->copies;
     Status status = copied || !check ? Status() : slot->device->Check();
     if (copied || !status.ok()) {
+      if (copied) TraceChunk(*slot, slot->incoming != nullptr ? "out of a slot" : "into a slot");
       ended.emplace_back(slot, std::move(status));
     } else {
       on_devices_[left++] = slot;
@@ -328,6 +333,15 @@ bool RemotePath::PollDeviceCopies() {
   on_devices_.resize(left);
   for (const auto& [slot, status] : ended) OnCopied(slot, status);
   return !ended.empty();
+}
+
+void RemotePath::TraceChunk(const StagingSlot& slot, const char* leg) const {
+  const Incoming* incoming = slot.incoming;
+  TraceLabel label = incoming != nullptr ? incoming->transfer->label : slot.outgoing->operand.label;
+  if (label.operation == nullptr || options_.trace == nullptr) return;
+  label.leg = leg;
+  const ChunkedCopy& chunks = incoming != nullptr ? incoming->chunks : slot.outgoing->chunks;
+  options_.trace->AddChunk(label, chunks.chunk(slot.chunk).bytes(), slot.since, Clock::now());
 }
 
 void RemotePath::OnCopied(StagingSlot* slot, const Status& status) {

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "csrc/base/status.h"
+#include "csrc/base/trace.h"
 #include "csrc/device/copy.h"
 #include "csrc/net/transport.h"
 #include "csrc/p2p/executor.h"
@@ -51,6 +52,7 @@ struct PullRequest {
 struct RemoteOperand {
   const std::byte* address = nullptr;
   StagingCopies* device = nullptr;  // if not null, `address` is one of this device
+  TraceLabel label = {};            // then what a trace shows of its chunks
 };
 
 // Who has transfers on the remote path. Called by its thread, which holds no lock.
@@ -80,6 +82,7 @@ struct RemotePathOptions {
   int in_flight = 8;              // chunks on their way to one peer at a time
   bool always_stage = false;
   SlotAllocator allocate_slots = {};  // of a process that has CUDA devices; then there are slots before there are transfers
+  Trace* trace = nullptr;             // gets the chunks of what devices send and receive, if it has a label
 };
 
 struct Incoming;
@@ -158,6 +161,7 @@ class RemotePath : public TransferObserver {
   void StartDeviceCopy(StagingSlot* slot, StagingCopies* device, const std::byte* memory, const StridedCopy& piece);
   bool PollDeviceCopies();
   void OnCopied(StagingSlot* slot, const Status& status);
+  void TraceChunk(const StagingSlot& slot, const char* leg) const;
 
   const RemotePathOptions options_;
   const TransportFactory factory_;

@@ -135,7 +135,10 @@ bool RemotePath::PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, Stagin
   }
   spare_flights_.pop_back();
   *flight = {.process = outgoing->process, .outgoing = outgoing, .slot = slot};
-  if (slot != nullptr) slot->state = SlotState::kOnNetwork;
+  if (slot != nullptr) {
+    slot->state = SlotState::kOnNetwork;
+    if (options_.trace != nullptr && outgoing->operand.label.operation != nullptr) slot->since = std::chrono::steady_clock::now();
+  }
   peer->lane = (peer->lane + 1) % transport_->lanes();
   return true;
 }

@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -54,6 +55,7 @@ struct StagingSlot {
   uint32_t* flag = nullptr;
   CUdeviceptr flag_on_device = 0;
   uint32_t copies = 0;
+  std::chrono::steady_clock::time_point since = {};  // when that copy, or the write of it, was started; if there is a trace
 };
 
 class StagingPool {

@@ -63,7 +63,7 @@ struct CudaRank {
 };
 
 // A job of `processes` worlds with `each` ranks. Rank r is device r of the job; its GPU is the r-th of its process, so that processes share
-// GPUs.
+// GPUs. Nodes, if there are several, take turns on the fake's two GPUs.
 class CudaJob {
  public:
   // `nodes`: the node of each process, which reach each other by the network; all on one if empty.
@@ -79,7 +79,8 @@ class CudaJob {
       options.process_count = processes;
       options.devices.clear();
       for (int i = 0; i < each; ++i)
-        options.devices.push_back({.global_id = process * each + i, .local_ordinal = i, .platform = Platform::kCuda});
+        options.devices.push_back(
+            {.global_id = process * each + i, .local_ordinal = Ordinal(process * each + i, nodes), .platform = Platform::kCuda});
       worlds_.push_back(Must(World::Start(options)));
     }
     for (auto& world : worlds_) {
@@ -87,7 +88,7 @@ class CudaJob {
     }
     for (int rank = 0; rank < processes * each; ++rank) {
       CudaRank& made = ranks_.emplace_back();
-      made.cuda = Must(CudaDevice::Attach(driver, rank % each));
+      made.cuda = Must(CudaDevice::Attach(driver, Ordinal(rank, nodes)));
       made.stream = std::make_unique<ProgramStream>(*made.cuda);
       made.operand = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
       made.result = Must(DeviceMemory::Allocate(*made.cuda, buffer_bytes));
@@ -136,6 +137,8 @@ class CudaJob {
   }
 
  private:
+  int Ordinal(int rank, const std::vector<int>& nodes) const { return OnFake() && !nodes.empty() ? rank % 2 : rank % each_; }
+
   const int each_;
   std::vector<CudaRank> ranks_;
   std::vector<std::unique_ptr<World>> worlds_;
