@@ -155,8 +155,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     it reads and writes, and of operations that run by a plan of the scheduler the stage, the rail and what the step is. Times are
     microseconds of the wall clock. In a job of several processes each one writes a file of its own, "step.3.json" that of process 3.
 
-    Covers CPU devices and, of CUDA devices, what goes by the network: a chunk's way into a staging buffer, to the other host, and out of the
-    buffer there. FileNotFoundError if there is no such folder, RuntimeError if a trace is being recorded already or the file can't be
+    Covers CPU devices and, of CUDA devices, what goes by the network: a chunk's way into a staging buffer, to the other host, and out of
+    the buffer there. FileNotFoundError if there is no such folder, RuntimeError if a trace is being recorded already or the file can't be
     written.
     """
     file = _trace_file(path)
