@@ -152,8 +152,10 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     The file is of the trace-event format: https://ui.perfetto.dev and chrome://tracing show it. Each device has a track with its operations
     (from the call to its end) and one for each thread that copies for it, with the chunks: operation, flow (ranks), bytes, the devices that
-    it reads and writes, and of operations that run by a plan of the scheduler the stage, the rail and what the step is. Times are
-    microseconds of the wall clock. In a job of several processes each one writes a file of its own, "step.3.json" that of process 3.
+    it reads and writes, and of operations that run by a plan of the scheduler the stage, the rail and what the step is. Chunks that cross
+    the network are on tracks of both hosts, with the process at the other end (`peer`) and the same number (`chunk`): as `send`, from the
+    post to the completion, and where they arrive, from the request on. Times are microseconds of the wall clock. In a job of several
+    processes each one writes a file of its own, "step.3.json" that of process 3.
 
     Covers CPU devices and, of CUDA devices, what goes by the network: a chunk's way into a staging buffer, to the other host, and out of
     the buffer there. FileNotFoundError if there is no such folder, RuntimeError if a trace is being recorded already or the file can't be

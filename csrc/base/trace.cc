@@ -54,6 +54,9 @@ std::string Arguments(const Trace::Event& event) {
                      ",\"from_device\":" + std::to_string(label.from_device) + ",\"to_device\":" + std::to_string(label.to_device);
   if (label.stage >= 0) text += ",\"stage\":" + std::to_string(label.stage);
   if (label.rail >= 0) text += ",\"rail\":" + std::to_string(label.rail);
+  if (label.chunk >= 0) text += ",\"chunk\":" + std::to_string(label.chunk);
+  if (label.lane >= 0) text += ",\"lane\":" + std::to_string(label.lane);
+  if (label.peer >= 0) text += ",\"peer\":" + std::to_string(label.peer);
   return text + "}";
 }
 
@@ -85,9 +88,8 @@ class Writer {
       Put("e", event.label.operation, common + ",\"ts\":" + timeline_.At(event.end));
       return;
     }
-    const std::string lane = event.lane < kFirstOtherLane ? "copy thread " + std::to_string(event.lane)
-                                                          : "other thread " + std::to_string(event.lane - kFirstOtherLane);
     const std::string name = event.label.stage < 0 ? event.label.leg : "stage " + std::to_string(event.label.stage) + " " + event.label.leg;
+    const std::string lane = std::string(event.by) + " " + std::to_string(event.lane);
     Put("X", name,
         ",\"cat\":" + Quoted(event.label.leg) + ",\"tid\":" + Track(device + ", " + lane) + ",\"ts\":" + timeline_.At(event.begin) +
             ",\"dur\":" + Timeline::Microseconds(event.end - event.begin) + ",\"args\":" + Arguments(event));
@@ -139,7 +141,22 @@ const char* Trace::Intern(const std::string& text) {
 }
 
 void Trace::AddChunk(const TraceLabel& label, int64_t bytes, Clock::time_point begin, Clock::time_point end) {
-  Add({.label = label, .lane = Lane(), .bytes = bytes, .begin = begin, .end = end});
+  const int lane = Lane();
+  const bool copies = lane < kFirstOtherLane;
+  Add({.label = label,
+       .by = copies ? "copy thread" : "other thread",
+       .lane = copies ? lane : lane - kFirstOtherLane,
+       .bytes = bytes,
+       .begin = begin,
+       .end = end});
+}
+
+void Trace::AddSent(const TraceLabel& label, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end) {
+  Add({.label = label, .by = "network send", .lane = number, .bytes = bytes, .begin = begin, .end = end});
+}
+
+void Trace::AddArrived(const TraceLabel& label, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end) {
+  Add({.label = label, .by = "network receive", .lane = number, .bytes = bytes, .begin = begin, .end = end});
 }
 
 void Trace::AddOperation(const char* operation, int64_t device, Clock::time_point begin, Clock::time_point end) {

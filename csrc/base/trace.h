@@ -26,6 +26,9 @@ struct TraceLabel {
   int64_t from_device = -1;  // this copy: devices whose memory it reads and writes, or next to which its slots are
   int64_t to_device = -1;
   int64_t device = -1;  // on whose track it is shown
+  int64_t chunk = -1;   // on the network: which of the flow's, or which step of the plan, so that both ends call it alike
+  int lane = -1;        // of the transport, where it is sent
+  int peer = -1;        // the process at the other end
 };
 
 class Trace {
@@ -35,7 +38,8 @@ class Trace {
   struct Event {
     TraceLabel label;
     bool is_operation = false;  // from the call to its end; else a chunk
-    int lane = 0;               // which thread copied
+    const char* by = "thread";  // what moved it ...
+    int lane = 0;               // ... and which of these
     int64_t bytes = 0;
     Clock::time_point begin;
     Clock::time_point end;
@@ -52,6 +56,10 @@ class Trace {
   const char* Intern(const std::string& text);
 
   void AddChunk(const TraceLabel& label, int64_t bytes, Clock::time_point begin, Clock::time_point end);
+  // A chunk's way over the network: where it is sent, from the post to the completion; where it arrives, from the moment when it was asked
+  // for, or the last one arrived. Those that are under way at a time have different numbers.
+  void AddSent(const TraceLabel& label, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end);
+  void AddArrived(const TraceLabel& label, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end);
   void AddOperation(const char* operation, int64_t device, Clock::time_point begin, Clock::time_point end);
 
   std::vector<Event> events();

@@ -28,6 +28,8 @@ void Meeting::Reset(const MeetingKey& new_key, int group_size) {
   running = 0;
   stopped.clear();
   slot_readers.clear();
+  hoccl::Reset(&slot_sends, this, -1);
+  slot_sends.finished = true;
   unfinished_posts = 0;
   failure = {};
   slots.resize(static_cast<size_t>(group_size));
@@ -45,7 +47,7 @@ void Meeting::Reset(const MeetingKey& new_key, int group_size) {
 void Meeting::Attach(std::shared_ptr<const GroupPlan> new_plan) {
   plan = std::move(new_plan);
   const bool planned = plan->program != nullptr;
-  const size_t count = planned ? static_cast<size_t>(plan->program->ports) : plan->call->flows.size();
+  const size_t count = planned ? static_cast<size_t>(PlanRun::PlacesOf(*plan->program)) : plan->call->flows.size();
   if (planned) {
     run.Begin(plan->program.get());
   } else {

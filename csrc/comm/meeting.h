@@ -106,6 +106,7 @@ struct Meeting {
   int running = 0;                     // steps
   std::vector<int> stopped;            // processes for which the meeting has failed and that read nothing any more
   std::vector<int> slot_readers;       // after a failure: processes that may still read this one's slots
+  LocalPost slot_sends;                // stands for this process's slots where other hosts ask for what is in them; never waits
   std::vector<int> starts;             // scratch
 
   int unfinished_posts = 0;  // calls that devices of this process have made or will make, and that have not finished

@@ -30,7 +30,8 @@ enum class MessageType : uint32_t {
   kFailedToo,   // the same, passed on to a process that may not have been told; for a meeting that it has, not for latecomers
   kStep,        // a plan's step of the sender is over; number: which, rank: the spokesman of its process, segment: where its slots are
   kStopped,     // a plan's meeting has failed and the sender reads nothing more for it; serial: the receiver's
-  kPull,        // the receiver shall send of its rank's operand what text says (PullRequest), by the network; address: as in kPost
+  kPull,        // the receiver shall send what text says (PullRequest), by the network: of its rank's operand, number: flow, address: as in
+                // kPost; or, where serial is not 0 but that of its meeting under a plan, from where step `number` reads
   kPullEnded,   // of the request `number` (its notification) the sender has written `segment` chunks and will write no more
   kEndpoints,   // text: where the sender's transport expects the receiver's writes
   kHeartbeat,   // the sender is alive; between nodes only

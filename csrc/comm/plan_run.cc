@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 
 namespace hoccl {
 
@@ -10,14 +11,19 @@ void PlanRun::Begin(const ProcessProgram* program) {
   before_.clear();
   for (const ProcessStep& step : program->steps) before_.push_back(step.before);
   others_over_.assign(program->others.size(), false);
-  ports_.resize(static_cast<size_t>(program->ports));
-  for (Port& port : ports_) {
-    port.busy = false;
-    port.ready.clear();
+  places_.assign(program->steps.size(), -1);
+  ports_.resize(program->ports.size());
+  int place = 0;
+  for (size_t i = 0; i < ports_.size(); ++i) {
+    ports_[i].ready.clear();
+    ports_[i].idle.resize(static_cast<size_t>(program->ports[i]));
+    for (int& idle : ports_[i].idle) idle = place++;
   }
   steps_left_ = static_cast<int>(program->steps.size());
   others_left_ = static_cast<int>(program->others.size());
 }
+
+int PlanRun::PlacesOf(const ProcessProgram& program) { return std::accumulate(program.ports.begin(), program.ports.end(), 0); }
 
 void PlanRun::OnPost(int rank, std::vector<int>* starts) {
   for (int position : program_->from_operand[rank]) Settle(position, starts);
@@ -27,20 +33,20 @@ void PlanRun::OnPost(int rank, std::vector<int>* starts) {
 void PlanRun::OnEnd(int position, std::vector<int>* starts) {
   --steps_left_;
   const ProcessStep& step = program_->steps[position];
-  ports_[step.port].busy = false;
+  ports_[step.port].idle.push_back(places_[position]);
   for (int next : step.next) Settle(next, starts);
   Advance(&ports_[step.port], starts);
 }
 
-bool PlanRun::OnOtherEnd(int process, int index, std::vector<int>* starts) {
+const OtherStep* PlanRun::OnOtherEnd(int process, int index, std::vector<int>* starts) {
   const auto other = std::ranges::lower_bound(program_->others, index, {}, &OtherStep::index);
-  if (other == program_->others.end() || other->index != index || other->process != process) return false;
+  if (other == program_->others.end() || other->index != index || other->process != process) return nullptr;
   const auto position = static_cast<size_t>(other - program_->others.begin());
-  if (others_over_[position]) return false;
+  if (others_over_[position]) return nullptr;
   others_over_[position] = true;
   --others_left_;
   for (int next : other->next) Settle(next, starts);
-  return true;
+  return &*other;
 }
 
 bool PlanRun::Awaits(int process) const {
@@ -72,11 +78,13 @@ void PlanRun::Settle(int position, std::vector<int>* starts) {
 }
 
 void PlanRun::Advance(Port* port, std::vector<int>* starts) {
-  if (port->busy || port->ready.empty()) return;
+  if (port->idle.empty() || port->ready.empty()) return;
   std::ranges::pop_heap(port->ready, std::greater<>());
-  starts->push_back(static_cast<int>(port->ready.back() & 0xffffffff));
+  const auto position = static_cast<int>(port->ready.back() & 0xffffffff);
   port->ready.pop_back();
-  port->busy = true;
+  places_[position] = port->idle.back();
+  port->idle.pop_back();
+  starts->push_back(position);
 }
 
 }  // namespace hoccl

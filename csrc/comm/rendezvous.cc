@@ -136,7 +136,7 @@ void Rendezvous::Erase(Meeting* meeting) {
 void Rendezvous::EraseIfOver(Meeting* meeting) {
   if (meeting->plan == nullptr || meeting->unfinished_posts > 0) return;
   if (meeting->plan->program != nullptr) {
-    if (meeting->running > 0 || (!meeting->failed() && !meeting->run.over())) return;
+    if (meeting->running > 0 || IsSending(*meeting) || (!meeting->failed() && !meeting->run.over())) return;
     if (meeting->failed()) return ReleaseSlots(meeting);  // stays for steps that others may still tell of
   }
   for (size_t rank = 0; rank < meeting->slots.size(); ++rank) {
@@ -312,7 +312,10 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
   // Flows are ordered by destination.
   const StridedCopy& copy = receiver->copies.empty() ? flow.copy : receiver->copies[index - meeting->plan->ranks[flow.dst].in.front()];
   transfer->Start(source, receiver->result, copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
-  if (services_.trace->on()) transfer->label = LabelOf(*meeting, flow.src, flow.dst);
+  if (services_.trace->on()) {
+    transfer->label = LabelOf(*meeting, flow.src, flow.dst);
+    transfer->label.peer = source.sender;
+  }
   actions->transfers.push_back(transfer);
 }
 
@@ -415,8 +418,8 @@ void Rendezvous::Perform(Actions* actions) {
       }
     }
     actions->transfers.clear();
-    for (const auto& [process, request, post, operand] : actions->sends)
-      services_.remote->Send(process, request, {.address = operand}, this, post);
+    for (const auto& [process, request, post, operand, label] : actions->sends)
+      services_.remote->Send(process, request, {.address = operand}, this, post, label);
     actions->sends.clear();
     for (LocalPost* post : actions->cancelled) services_.remote->Cancel(post);
     actions->cancelled.clear();
@@ -491,7 +494,7 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   remote.device = message.device;
   remote.signature = message.signature;
   remote.serial = message.serial;
-  TakeEarlyNotices(meeting, process, message.serial);
+  TakeEarlyNotices(meeting, process, message.serial, actions);
   remote.brought = message.GetText();
   if (services_.proxy->ByNetwork(process)) {
     remote.source = {.address = message.address, .sender = process};

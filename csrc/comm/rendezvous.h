@@ -138,19 +138,23 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   void StartSteps(Meeting* meeting, Actions* actions);
   void StartStep(Meeting* meeting, int position, Actions* actions);
   void EndStep(Meeting* meeting, int position, const Status& status, Actions* actions);
-  TraceLabel LabelOf(const Meeting& meeting, const ProcessStep& step) const;
+  TraceLabel LabelOf(const Meeting& meeting, const Step& step, bool from_here) const;
   LocalPost* ReadBy(Meeting* meeting, const ProcessStep& step) const;
   LocalPost* WrittenBy(Meeting* meeting, const ProcessStep& step) const;
   void TellStep(const Meeting& meeting, const ProcessStep& step, Actions* actions) const;
   void OnStep(int process, const Message& message, Actions* actions);
-  void OnNotice(Meeting* meeting, const StepNotice& notice);
-  void TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial);
+  void OnNotice(Meeting* meeting, const StepNotice& notice, Actions* actions);
+  void TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial, Actions* actions);
   void ReleaseSlots(Meeting* meeting);
   void SayStopped(const Meeting& meeting, Actions* actions) const;
   void OnStopped(int process, const Message& message);
   bool IsForwarding();
 
+  int PulledFrom(const Meeting& meeting, const ProcessStep& step) const;
+  bool IsSending(const Meeting& meeting) const { return meeting.slot_sends.sends > 0; }
+
   void OnPull(int process, const Message& message, Actions* actions);
+  bool Serve(int process, const Message& message, const PullRequest& request, Meeting* meeting, Actions* actions);
   void StopReading(LocalPost* post, int process);
   void AddWaiting(LocalPost* post);
   void RemoveWaiting(LocalPost* post);

@@ -28,6 +28,7 @@ struct Rendezvous::Actions {
     PullRequest request;
     LocalPost* post;
     const std::byte* operand;
+    TraceLabel label;
   };
   std::vector<Outgoing> messages;
   std::vector<Transfer*> transfers;

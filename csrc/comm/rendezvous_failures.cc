@@ -25,7 +25,9 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
     // Before the spokesman has come nobody takes a step of this process for its.
     const int spokesman = ProcessProgram::SpokesmanOf(meeting->plan->communicator.processes, services_.process);
     if (meeting->slots[spokesman].sender.posted) meeting->slot_readers = meeting->run.SlotReaders();
-    std::erase_if(meeting->slot_readers, [&](int process) { return Contains(meeting->stopped, process); });
+    // Other hosts read nothing by themselves.
+    std::erase_if(meeting->slot_readers,
+                  [&](int process) { return Contains(meeting->stopped, process) || services_.proxy->ByNetwork(process); });
   }
   SayStopped(*meeting, actions);
   std::vector<int> others;
@@ -38,6 +40,7 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
   if (tell_others) {
     for (int process : others) TellFailure(*meeting, process, MessageType::kFailed, actions);
   }
+  if (IsSending(*meeting)) actions->cancelled.push_back(&meeting->slot_sends);
   for (Slot& slot : meeting->slots) {
     // Whoever told this process may not know of these; they must stop reading.
     for (int process : tell_others ? std::vector<int>() : slot.sender.readers)
@@ -183,7 +186,7 @@ void Rendezvous::OnTick() {
       }
     });
     ForEachMeeting([&](Meeting* meeting) {
-      if (!meeting->failed() || now - meeting->failed_at < services_.timeout || meeting->running > 0) return;
+      if (!meeting->failed() || now - meeting->failed_at < services_.timeout || meeting->running > 0 || IsSending(*meeting)) return;
       for (const Slot& slot : meeting->slots) {
         for (const LocalPost* post : {&slot.sender, &slot.receiver}) {
           if (post->posted && (!post->finished || post->caller_present)) return;

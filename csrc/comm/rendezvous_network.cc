@@ -16,10 +16,18 @@ void Rendezvous::SendPull(const Transfer& transfer, const PullRequest& request) 
   const auto& meeting = *static_cast<const Meeting*>(transfer.owner);
   Message message;
   message.type = MessageType::kPull;
-  message.rank = meeting.plan->call->flows[transfer.index].src;
+  if (meeting.plan->program == nullptr) {
+    message.number = transfer.index;
+    message.rank = meeting.plan->call->flows[transfer.index].src;
+    message.address = transfer.source().address;
+  } else {
+    const ProcessStep& own = meeting.plan->program->steps[transfer.index];
+    message.number = own.index;
+    message.rank = PulledFrom(meeting, own);
+    message.serial = meeting.slots[message.rank].remote.serial;
+  }
   message.group_size = static_cast<int32_t>(meeting.slots.size());
   message.key = meeting.key;
-  message.address = transfer.source().address;
   message.SetText({reinterpret_cast<const char*>(&request), sizeof(request)});
   services_.proxy->Send(transfer.source().sender, message);  // false: it is gone, and its loss ends the transfer
 }
@@ -49,20 +57,52 @@ void Rendezvous::OnPull(int process, const Message& message, Actions* actions) {
   const auto entry = meetings_.find({message.key.site, message.key.run});
   for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
     if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size || meeting->failed()) continue;
-    LocalPost* post = &meeting->slots[message.rank].sender;
-    const bool meant = post->IsReadBy(process) && reinterpret_cast<uint64_t>(post->operand) == message.address;
-    if (!meant || !request.IsWithin(meeting->plan->call->operation.OperandBytes())) continue;
-    ++post->unfinished;
-    ++post->active;
-    ++post->sends;
-    actions->sends.push_back({process, request, post, post->operand});
-    return;
+    if (Serve(process, message, request, meeting, actions)) return;
   }
   // Its meeting has failed, of which the receiver has been told or will be.
   Message& ended = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
   ended.type = MessageType::kPullEnded;
   ended.number = static_cast<int32_t>(request.notification);
   ended.segment = 0;
+}
+
+// False: the request means another meeting, or nothing that there is.
+bool Rendezvous::Serve(int process, const Message& message, const PullRequest& request, Meeting* meeting, Actions* actions) {
+  LocalPost* post = &meeting->slots[message.rank].sender;
+  const std::byte* from = post->operand;
+  const Operation* operation = meeting->plan == nullptr ? nullptr : &meeting->plan->call->operation;
+  TraceLabel label;
+  if (message.serial == 0) {
+    const bool meant = post->IsReadBy(process) && reinterpret_cast<uint64_t>(post->operand) == message.address;
+    if (!meant || !request.IsWithin(operation->OperandBytes())) return false;
+    const std::vector<Flow>& flows = meeting->plan->call->flows;
+    const bool known = message.number >= 0 && message.number < static_cast<int>(flows.size());
+    if (services_.trace->on() && known) {
+      label = LabelOf(*meeting, message.rank, flows[static_cast<size_t>(message.number)].dst);
+      label.device = label.from_device;
+    }
+  } else {
+    if (meeting->serial != message.serial || operation == nullptr || meeting->plan->program == nullptr) return false;
+    const ProcessProgram& program = *meeting->plan->program;
+    const ServedStep* served = program.FindServed(message.number);
+    if (served == nullptr || served->process != process) return false;
+    const bool slot = served->step.from.is_slot(), operand = served->step.from.buffer == Buffer::kOperand;
+    post = slot ? &meeting->slot_sends : SenderOf(meeting, served->step.from.rank);
+    if (post == nullptr || (!slot && post->finished) || (operand && !post->IsReadBy(process))) return false;
+    from = slot ? services_.segment->at(meeting->region + served->from_slot * program.slot_bytes) : operand ? post->operand : post->result;
+    if (!request.IsWithin(slot ? served->step.bytes : operand ? operation->OperandBytes() : operation->ResultBytes())) return false;
+    if (services_.trace->on()) {
+      label = LabelOf(*meeting, served->step, true);
+      label.chunk = served->index;
+    }
+  }
+  label.leg = "send";
+  label.peer = process;
+  ++post->unfinished;
+  ++post->active;
+  ++post->sends;
+  actions->sends.push_back({process, request, post, from, label});
+  return true;
 }
 
 void Rendezvous::OnSendDone(void* context, const Status& status) {
@@ -78,9 +118,9 @@ void Rendezvous::OnSendDone(void* context, const Status& status) {
     // OnProcessLost has decided.
     const bool lost = status.code() == Code::kUnavailable;
     if (!status.ok() && !lost && !meeting->failed()) {
-      Fail(meeting,
-           Status(status.code(), meeting->Describe(post->occurrence) + ": sending from " +
-                                     meeting->plan->communicator.RankName(post->rank) + " failed: " + status.message()),
+      const std::string from =
+          post == &meeting->slot_sends ? "process " + std::to_string(services_.process) : meeting->plan->communicator.RankName(post->rank);
+      Fail(meeting, Status(status.code(), meeting->Describe(post->occurrence) + ": sending from " + from + " failed: " + status.message()),
            true, actions);
     }
     FinishIfOver(post, actions);

@@ -19,7 +19,7 @@ void Rendezvous::EnterPlan(Meeting* meeting, LocalPost* post, bool first, Action
       const RemotePost& remote = meeting->slots[rank].remote;
       if (remote.posted && !remote.withdrawn) meeting->run.OnPost(rank, &meeting->starts);
     }
-    for (const StepNotice& notice : std::exchange(meeting->early, {})) OnNotice(meeting, notice);
+    for (const StepNotice& notice : std::exchange(meeting->early, {})) OnNotice(meeting, notice, actions);
   }
   meeting->run.OnPost(post->rank, &meeting->starts);
   StartSteps(meeting, actions);
@@ -35,16 +35,21 @@ void Rendezvous::StartSteps(Meeting* meeting, Actions* actions) {
 
 // Of the ranks of this process, the one whose operand or result a step reads, and the one whose result it writes; else null.
 LocalPost* Rendezvous::ReadBy(Meeting* meeting, const ProcessStep& own) const {
-  return own.step.from.is_slot() ? nullptr : SenderOf(meeting, own.step.from.rank);
+  return own.step.from.is_slot() || own.by_network ? nullptr : SenderOf(meeting, own.step.from.rank);
+}
+// The rank of another process whose post says how to read: its operand, or whatever else its process has on another host; else -1.
+int Rendezvous::PulledFrom(const Meeting& meeting, const ProcessStep& own) const {
+  if (own.from_process == services_.process) return -1;
+  if (own.step.from.buffer == Buffer::kOperand) return own.step.from.rank;
+  return own.by_network ? ProcessProgram::SpokesmanOf(meeting.plan->communicator.processes, own.from_process) : -1;
 }
 LocalPost* Rendezvous::WrittenBy(Meeting* meeting, const ProcessStep& own) const {
   return own.step.to.is_slot() ? nullptr : SenderOf(meeting, own.step.to.rank);
 }
 
-TraceLabel Rendezvous::LabelOf(const Meeting& meeting, const ProcessStep& own) const {
-  const Step& step = own.step;
+// Copies out of a device of this process are its own; what comes from elsewhere is the receiver's.
+TraceLabel Rendezvous::LabelOf(const Meeting& meeting, const Step& step, bool from_here) const {
   const std::vector<int64_t>& devices = meeting.plan->communicator.devices;
-  const bool pushes = step.leg != Leg::kWrite && own.from_process == services_.process;
   return {.operation = meeting.plan->trace_name,
           .leg = LegName(step.leg).data(),  // of a literal
           .stage = step.stage,
@@ -53,7 +58,7 @@ TraceLabel Rendezvous::LabelOf(const Meeting& meeting, const ProcessStep& own) c
           .dst = step.dst,
           .from_device = devices[step.from.rank],
           .to_device = devices[step.to.rank],
-          .device = devices[pushes ? step.from.rank : step.to.rank]};
+          .device = devices[from_here ? step.from.rank : step.to.rank]};
 }
 
 void Rendezvous::StartStep(Meeting* meeting, int position, Actions* actions) {
@@ -61,32 +66,36 @@ void Rendezvous::StartStep(Meeting* meeting, int position, Actions* actions) {
   const ProcessStep& own = program.steps[position];
   const auto own_slot = [&](int slot) { return services_.segment->at(meeting->region + slot * program.slot_bytes); };
   Source source;
-  if (own.from_slot >= 0 && own.from_process == services_.process) {
+  if (const int rank = PulledFrom(*meeting, own); rank >= 0) {
+    source = meeting->slots[rank].remote.source;
+    ++meeting->slots[rank].remote.active;
+  } else if (own.from_slot >= 0 && own.from_process == services_.process) {
     source.local = own_slot(own.from_slot);
   } else if (own.from_slot >= 0) {
     source.local =
         services_.proxy->PeerSegment(own.from_process, meeting->other_regions[own.from_process]) + own.from_slot * program.slot_bytes;
-  } else if (LocalPost* read = ReadBy(meeting, own); read != nullptr) {
+  } else {
+    LocalPost* read = ReadBy(meeting, own);
     source.local = own.step.from.buffer == Buffer::kOperand ? read->operand : read->result;
     ++read->active;
-  } else {
-    RemotePost& remote = meeting->slots[own.step.from.rank].remote;
-    source = remote.source;
-    ++remote.active;
   }
   LocalPost* written = WrittenBy(meeting, own);
   if (written != nullptr) ++written->active;
   ++meeting->running;
   std::byte* to = written != nullptr ? written->result : own_slot(own.to_slot);
   const bool background = meeting->plan->call->operation.priority == Priority::kBackground;
-  Transfer* transfer = &meeting->transfers[own.port];
+  Transfer* transfer = &meeting->transfers[meeting->run.place(position)];
   transfer->index = position;
   if (own.copies.size() == 1) {
     transfer->Start(source, to, own.copies.front(), background, this);
   } else {
     transfer->Start(source, to, own.copies, background, this);
   }
-  if (services_.trace->on()) transfer->label = LabelOf(*meeting, own);
+  if (services_.trace->on()) {
+    transfer->label = LabelOf(*meeting, own.step, own.step.leg != Leg::kWrite && own.from_process == services_.process);
+    if (own.by_network) transfer->label.chunk = own.index;
+    transfer->label.peer = source.sender;
+  }
   actions->transfers.push_back(transfer);
 }
 
@@ -106,10 +115,12 @@ void Rendezvous::EndStep(Meeting* meeting, int position, const Status& status, A
          Status(status.code(), meeting->Describe(occurrence) + ": copying from " + communicator.RankName(step.from.rank) + " to " +
                                    communicator.RankName(step.to.rank) + " (" + step.ToString() + ") failed: " + why),
          true, actions);
-  } else if (written == nullptr) {
-    services_.statistics->CountStaged(step.bytes);
   } else {
-    services_.statistics->CountBytes(step.src == step.to.rank ? Engine::kLocalCopy : Engine::kHost, step.bytes);
+    if (written == nullptr) services_.statistics->CountStaged(step.bytes);
+    if (own.by_network || written != nullptr) {
+      const Engine engine = own.by_network ? Engine::kNic : step.src == step.to.rank ? Engine::kLocalCopy : Engine::kHost;
+      services_.statistics->CountBytes(engine, step.bytes);
+    }
   }
   if (written != nullptr) {
     --written->active;
@@ -118,11 +129,12 @@ void Rendezvous::EndStep(Meeting* meeting, int position, const Status& status, A
   if (read != nullptr) {
     --read->active;
     --read->unfinished;
-  } else if (!step.from.is_slot()) {
-    RemotePost& remote = meeting->slots[step.from.rank].remote;
+  } else if (const int rank = PulledFrom(*meeting, own); rank >= 0) {
+    RemotePost& remote = meeting->slots[rank].remote;
     --remote.active;
-    --remote.unread;
-    if (remote.unread == 0 || (meeting->failed() && remote.active == 0)) Release(meeting, step.from.rank, actions);
+    const bool operand = step.from.buffer == Buffer::kOperand;
+    if (operand) --remote.unread;
+    if ((operand && remote.unread == 0) || (meeting->failed() && remote.active == 0)) Release(meeting, rank, actions);
   }
   if (meeting->failed()) {
     SayStopped(*meeting, actions);
@@ -165,28 +177,32 @@ void Rendezvous::OnStep(int process, const Message& message, Actions* actions) {
       meeting->early.push_back(notice);
       return;
     }
-    OnNotice(meeting, notice);
+    OnNotice(meeting, notice, actions);
     StartSteps(meeting, actions);
     return EraseIfOver(meeting);
   }
   early_notices_.push_back(notice);
 }
 
-void Rendezvous::OnNotice(Meeting* meeting, const StepNotice& notice) {
+void Rendezvous::OnNotice(Meeting* meeting, const StepNotice& notice, Actions* actions) {
   if (meeting->plan->program == nullptr) return;  // the ranks disagree, which their posts will show
   if (static_cast<int>(meeting->other_regions.size()) <= notice.process) meeting->other_regions.resize(notice.process + 1, -1);
   if (notice.region >= 0) meeting->other_regions[notice.process] = notice.region;
-  meeting->run.OnOtherEnd(notice.process, notice.step, &meeting->starts);
+  const OtherStep* other = meeting->run.OnOtherEnd(notice.process, notice.step, &meeting->starts);
+  if (other == nullptr || other->reads_result < 0) return;
+  LocalPost* read = &meeting->slots[other->reads_result].sender;
+  --read->unfinished;
+  FinishIfOver(read, actions);
 }
 
-void Rendezvous::TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial) {
+void Rendezvous::TakeEarlyNotices(Meeting* meeting, int process, uint64_t serial, Actions* actions) {
   std::erase_if(early_notices_, [&](const StepNotice& notice) {
     const bool taken = notice.process == process && notice.serial == serial && notice.key == meeting->key;
     if (!taken || meeting->failed()) return taken;
     if (meeting->plan == nullptr) {
       meeting->early.push_back(notice);
     } else {
-      OnNotice(meeting, notice);
+      OnNotice(meeting, notice, actions);
     }
     return true;
   });
@@ -220,8 +236,9 @@ void Rendezvous::OnStopped(int process, const Message& message) {
 
 void Rendezvous::ReleaseSlots(Meeting* meeting) {
   // What another process may still read, not knowing of the failure, is not used again: it would take it for good.
-  if (meeting->region >= 0 && meeting->slot_readers.empty()) services_.segment->Release(meeting->region);
-  if (meeting->slot_readers.empty()) meeting->region = -1;
+  if (meeting->region < 0 || !meeting->slot_readers.empty()) return;
+  services_.segment->Release(meeting->region);
+  meeting->region = -1;
 }
 
 }  // namespace hoccl

@@ -36,6 +36,10 @@ std::chrono::milliseconds TickFor(std::chrono::milliseconds timeout) {
 
 // How long a process that leaves waits for others to read what it has sent them, and forwards what they need.
 constexpr std::chrono::seconds kLeavingGrace{10};
+// Results from this size on come fresh from the kernel (glibc maps them for themselves), a page fault for each page; copies of the executor
+// see to huge pages themselves, writes from the network don't.
+constexpr int64_t kFreshBytes = 32 << 20;
+
 // The address on which other hosts reach this process; empty if they can't.
 Result<std::string> ListenAddress(const WorldOptions& options) {
   const NetworkOptions& network = options.network;
@@ -313,6 +317,7 @@ bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::b
   // Ranks that nobody sends to get zeros, as from jax.lax.ppermute.
   if (sides.receives && rank.in.empty() && !ReplacesRows(operation.kind))
     std::memset(result, 0, static_cast<size_t>(operation.ResultBytes()));
+  if (options_.huge_pages && rank.receives && operation.ResultBytes() >= kFreshBytes) AdviseHugePages(result, operation.ResultBytes());
   std::vector<StridedCopy> copies;
   if (operation.kind == Kind::kRaggedAllToAll && !rank.in.empty()) {
     Result<std::vector<StridedCopy>> known = RaggedCopies(operation, table, binding->rank);

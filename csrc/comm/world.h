@@ -151,7 +151,6 @@ class World {
   Result<Communicator> MakeCommunicator(Platform platform, const std::vector<int64_t>& group) const;
   // What this process does of the scheduler's plan for the operation; null if its flows run directly.
   Result<std::shared_ptr<const ProcessProgram>> ProgramFor(const Call& call, const Communicator& communicator);
-  Result<Topology> TopologyOf(const Communicator& communicator) const;
   const Address& AddressOf(int process) const { return process == options_.process ? address_ : proxy_->PeerAddress(process); }
   bool PostBuffered(const PostRequest& request, Status* outcome);
 

@@ -12,51 +12,78 @@ namespace {
 // Below, latencies count and stages do not help (docs/scheduler.md).
 constexpr int64_t kLeastPlanned = int64_t{1} << 20;
 
+// Between hosts, of each rail: enough for copies at both ends to go on beside the network.
+constexpr int64_t kLeastSlots = 8;
+
 // Operations that all ranks of the group take part in, of sizes that are known before they run.
 bool CanBePlanned(Kind kind) {
   return kind == Kind::kAllGather || kind == Kind::kAllToAll || kind == Kind::kPpermute || kind == Kind::kPbroadcast ||
          kind == Kind::kExchange;
 }
 
-}  // namespace
-
-Result<Topology> World::TopologyOf(const Communicator& communicator) const {
-  std::map<std::string, int> numbers;
-  std::vector<int> node_of_rank;
-  std::map<int, int> devices;
-  for (int process : communicator.processes) {
-    const int node = numbers.try_emplace(AddressOf(process).node, static_cast<int>(numbers.size())).first->second;
-    node_of_rank.push_back(node);
-    ++devices[node];
-  }
-  int rails = 1;  // a NIC for each device, as nodes with several of them mostly have
-  for (const auto& [node, count] : devices) rails = std::max(rails, count);
-  return Topology::FromNodes(node_of_rank, rails);
+// Whether stages are worth it, as measured on CPU devices.
+bool PaysOff(const Operation& operation, int hosts) {
+  if (std::max(operation.OperandBytes(), operation.ResultBytes()) < kLeastPlanned) return false;
+  const bool multicast = operation.kind == Kind::kAllGather || operation.kind == Kind::kPbroadcast;
+  return hosts == 1 || (multicast && operation.group_size > hosts);
 }
+
+// Equal names get equal numbers, in the order in which they appear.
+std::vector<int> Numbered(const std::vector<std::string>& names) {
+  std::map<std::string, int> numbers;
+  std::vector<int> numbered;
+  for (const std::string& name : names) numbered.push_back(numbers.try_emplace(name, static_cast<int>(numbers.size())).first->second);
+  return numbered;
+}
+
+int Count(const std::vector<int>& numbered) { return 1 + *std::ranges::max_element(numbered); }
+
+// Plans copy within nodes, so a node must not span hosts.
+bool NodesAreWithinHosts(const std::vector<int>& node_of_rank, const std::vector<int>& host_of_rank) {
+  std::map<int, int> host_of_node;
+  for (size_t rank = 0; rank < node_of_rank.size(); ++rank) {
+    if (host_of_node.try_emplace(node_of_rank[rank], host_of_rank[rank]).first->second != host_of_rank[rank]) return false;
+  }
+  return true;
+}
+
+}  // namespace
 
 Result<std::shared_ptr<const ProcessProgram>> World::ProgramFor(const Call& call, const Communicator& communicator) {
   using Program = std::shared_ptr<const ProcessProgram>;
   const Operation& operation = call.operation;
   if (options_.schedule == Schedule::kDirect || !CanBePlanned(operation.kind)) return Program();
-  if (options_.schedule == Schedule::kAuto && std::max(operation.OperandBytes(), operation.ResultBytes()) < kLeastPlanned) return Program();
-  // Slots are read through shared memory. All processes of the group find the same: to each of them, some other one is elsewhere or none
-  // is.
-  const auto elsewhere = [&](int process) { return proxy_->ByNetwork(process); };
-  if (std::ranges::any_of(communicator.processes, elsewhere)) return Program();
-  const auto node_of = [&](int rank) -> const std::string& { return AddressOf(communicator.processes[rank]).node; };
-  const auto leaves_node = [&](const Flow& flow) { return node_of(flow.src) != node_of(flow.dst); };
-  if (std::ranges::none_of(call.flows, leaves_node)) return Program();
+  std::vector<std::string> nodes, hosts;
+  for (int process : communicator.processes) {
+    const Address& address = AddressOf(process);
+    nodes.push_back(address.node);
+    hosts.push_back(address.host + (options_.network.between_nodes ? address.node : ""));
+  }
+  const std::vector<int> node_of = Numbered(nodes), host_of = Numbered(hosts);
+  const auto leaves_node = [&](const Flow& flow) { return node_of[flow.src] != node_of[flow.dst]; };
+  if (std::ranges::none_of(call.flows, leaves_node) || !NodesAreWithinHosts(node_of, host_of)) return Program();
+  if (options_.schedule == Schedule::kAuto && !PaysOff(operation, Count(host_of))) return Program();
 
   std::lock_guard lock(plans_mutex_);
   std::unique_ptr<PlanCache>& cache = plans_[communicator.id];
   if (cache == nullptr) {
-    Result<Topology> topology = TopologyOf(communicator);
+    std::vector<int> devices(static_cast<size_t>(Count(node_of)));
+    for (int node : node_of) ++devices[static_cast<size_t>(node)];
+    // A NIC for each device, as nodes with several of them mostly have.
+    Result<Topology> topology = Topology::FromNodes(node_of, *std::ranges::max_element(devices));
     if (!topology.ok()) return topology.status();
-    cache = std::make_unique<PlanCache>(*std::move(topology), options_.plan);
+    PlanOptions options = options_.plan;
+    if (Count(host_of) > 1) {
+      options.chunk_bytes = options_.network.chunk_bytes;
+      options.staging_bytes = std::max(options.staging_bytes, kLeastSlots * options.chunk_bytes);
+    }
+    cache = std::make_unique<PlanCache>(*std::move(topology), options);
   }
   Result<std::shared_ptr<const Plan>> plan = cache->Get(operation);
   if (!plan.ok()) return plan.status();
-  return Program(std::make_shared<ProcessProgram>(MakeProcessProgram(**plan, call.flows, communicator.processes, options_.process)));
+  Places places{.process_of_rank = communicator.processes, .in_flight = options_.network.in_flight};
+  if (Count(host_of) > 1) places.host_of_rank = host_of;
+  return Program(std::make_shared<ProcessProgram>(MakeProcessProgram(**plan, call.flows, places, options_.process)));
 }
 
 }  // namespace hoccl

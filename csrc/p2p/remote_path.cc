@@ -67,8 +67,15 @@ void RemotePath::EndPull(int process, uint32_t notification, int64_t written) {
   Enqueue(std::move(command));
 }
 
-void RemotePath::Send(int process, const PullRequest& request, const RemoteOperand& operand, RemoteUser* user, void* context) {
-  Enqueue({.kind = Command::Kind::kSend, .process = process, .request = request, .operand = operand, .user = user, .context = context});
+void RemotePath::Send(int process, const PullRequest& request, const RemoteOperand& operand, RemoteUser* user, void* context,
+                      const TraceLabel& label) {
+  Enqueue({.kind = Command::Kind::kSend,
+           .process = process,
+           .request = request,
+           .operand = operand,
+           .user = user,
+           .context = context,
+           .label = label});
 }
 
 void RemotePath::Cancel(void* context) { Enqueue({.kind = Command::Kind::kCancel, .context = context}); }
@@ -217,6 +224,7 @@ void RemotePath::HandleEvent(NetworkEvent* event) {
   --peer->second->in_flight;
   --outgoing->active;
   if (event->kind == NetworkEvent::Kind::kWritten) {
+    if (outgoing->label.operation != nullptr) TraceSent(*outgoing, *flight);
     ++outgoing->written;
     return EndIfOver(outgoing);
   }

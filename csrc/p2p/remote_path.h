@@ -82,7 +82,7 @@ struct RemotePathOptions {
   int in_flight = 8;              // chunks on their way to one peer at a time
   bool always_stage = false;
   SlotAllocator allocate_slots = {};  // of a process that has CUDA devices; then there are slots before there are transfers
-  Trace* trace = nullptr;             // gets the chunks of what devices send and receive, if it has a label
+  Trace* trace = nullptr;             // gets the chunks of transfers, and of what is sent or copied, that have a label
 };
 
 struct Incoming;
@@ -113,8 +113,9 @@ class RemotePath : public TransferObserver {
   // The sender has ended a request early.
   void EndPull(int process, uint32_t notification, int64_t written);
 
-  // Sends what a process has asked for; user->OnSendDone(context) tells of the end.
-  void Send(int process, const PullRequest& request, const RemoteOperand& operand, RemoteUser* user, void* context);
+  // Sends what a process has asked for; user->OnSendDone(context) tells of the end. A trace shows the chunks under `label`.
+  void Send(int process, const PullRequest& request, const RemoteOperand& operand, RemoteUser* user, void* context,
+            const TraceLabel& label = {});
   // Sends with this context end as soon as nothing is on its way, and the receivers are told.
   void Cancel(void* context);
 
@@ -148,12 +149,14 @@ class RemotePath : public TransferObserver {
   void OnNotified(uint32_t notification);
   void OnPullEnded(int process, uint32_t notification, int64_t written);
   void OnUnpacked(StagingSlot* slot, const Status& status);
+  void TraceArrival(Incoming* incoming, int64_t chunk, std::chrono::steady_clock::time_point asked, int number);
   void EndIfOver(Incoming* incoming);
 
   void StartOutgoing(const Command& command);
   bool Pump(Peer* peer);
   bool PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, StagingSlot* slot);
   void OnPacked(StagingSlot* slot, const Status& status);
+  void TraceSent(const Outgoing& outgoing, const Flight& flight);
   void EndIfOver(Outgoing* outgoing);
 
   void StartCopy(StagingSlot* slot, const Source& source, std::byte* dst, const StridedCopy& piece, bool background);

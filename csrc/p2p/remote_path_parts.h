@@ -18,11 +18,12 @@ struct Incoming {
   RegionId region = 0;  // the result's, unless staged
   ChunkedCopy chunks;
   int64_t chunk_bytes = 0;
-  int64_t granted = 0;     // chunks that have been asked for
-  int64_t done = 0;        // and are in the result
-  int64_t unanswered = 0;  // asked for, and neither arrived nor ended
-  int64_t copying = 0;     // out of slots
-  bool cut = false;        // the peer is closed: nothing comes any more
+  int64_t granted = 0;                          // chunks that have been asked for
+  int64_t done = 0;                             // and are in the result
+  int64_t unanswered = 0;                       // asked for, and neither arrived nor ended
+  int64_t copying = 0;                          // out of slots
+  std::chrono::steady_clock::time_point asked;  // unless staged: when the chunks were, or the last one came; for traces alone
+  bool cut = false;                             // the peer is closed: nothing comes any more
   Status error;
 
   int process() const { return transfer->source().sender; }
@@ -35,6 +36,7 @@ struct Outgoing {
   RemoteOperand operand;
   RemoteUser* user = nullptr;
   void* context = nullptr;
+  TraceLabel label;
   ChunkedCopy chunks;
   int64_t next = 0;     // the chunk to take next
   int64_t end = 0;      // behind the last one
@@ -48,6 +50,11 @@ struct RemotePath::Flight {
   int process = -1;
   Outgoing* outgoing = nullptr;  // null where free
   StagingSlot* slot = nullptr;
+  int number = 0;  // among all flights
+  // For traces alone:
+  int64_t chunk = 0;
+  int lane = 0;
+  std::chrono::steady_clock::time_point posted = {};
 };
 
 struct RemotePath::Peer {
@@ -70,6 +77,7 @@ struct RemotePath::Command {
   RemoteOperand operand = {};
   RemoteUser* user = nullptr;
   void* context = nullptr;
+  TraceLabel label = {};
   int64_t number = 0;
   Status status = {};
 };

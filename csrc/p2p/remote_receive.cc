@@ -56,6 +56,7 @@ void RemotePath::StartIncoming(Transfer* transfer, RemoteUser* user) {
   }
   incoming->region = *region;
   incoming->granted = incoming->unanswered = incoming->chunks.chunks();
+  if (transfer->label.operation != nullptr) incoming->asked = std::chrono::steady_clock::now();
   user->SendPull(*transfer, {.copy = copy,
                              .chunk_bytes = incoming->chunk_bytes,
                              .first_chunk = 0,
@@ -81,6 +82,7 @@ bool RemotePath::GrantSlots() {
     slot->incoming = incoming;
     slot->chunk = incoming->granted++;
     slot->state = SlotState::kOnNetwork;
+    if (incoming->transfer->label.operation != nullptr) slot->asked = std::chrono::steady_clock::now();
     ++incoming->unanswered;
     if (incoming->granted < incoming->chunks.chunks()) ungranted_.push_back(incoming);
     incoming->user->SendPull(*incoming->transfer,
@@ -97,6 +99,15 @@ bool RemotePath::GrantSlots() {
   return progress;
 }
 
+void RemotePath::TraceArrival(Incoming* incoming, int64_t chunk, std::chrono::steady_clock::time_point asked, int number) {
+  if (incoming->transfer->label.operation == nullptr) return;
+  TraceLabel label = incoming->transfer->label;
+  if (label.chunk < 0) label.chunk = chunk;
+  const auto now = std::chrono::steady_clock::now();
+  options_.trace->AddArrived(label, number, incoming->chunks.chunk(chunk).bytes(), asked, now);
+  incoming->asked = now;
+}
+
 void RemotePath::OnNotified(uint32_t value) {
   const uint32_t index = notification::Index(value);
   if (!notification::IsStaged(value)) {
@@ -104,12 +115,15 @@ void RemotePath::OnNotified(uint32_t value) {
     Incoming* incoming = incoming_[index].get();
     if (incoming->staged) return;
     --incoming->unanswered;
+    // Which of the chunks it is the notification doesn't say: they are counted as they come.
+    TraceArrival(incoming, incoming->done, incoming->asked, static_cast<int>(index));
     ++incoming->done;
     return EndIfOver(incoming);
   }
   StagingSlot* slot = receive_slots_.at(index);
   if (slot == nullptr || slot->state != SlotState::kOnNetwork || !notification::IsOf(value, slot->generation)) return;
   Incoming* incoming = slot->incoming;
+  TraceArrival(incoming, slot->chunk, slot->asked, static_cast<int>(index));
   --incoming->unanswered;
   ++incoming->copying;
   StridedCopy piece = incoming->chunks.chunk(slot->chunk);

@@ -31,6 +31,7 @@ void RemotePath::StartOutgoing(const Command& command) {
   outgoing->operand = command.operand;
   outgoing->user = command.user;
   outgoing->context = command.context;
+  outgoing->label = command.label;
   outgoing->chunks = ChunkedCopy(request.copy, request.chunk_bytes);
   outgoing->next = request.first_chunk;
   outgoing->end = request.first_chunk + request.chunks;
@@ -107,7 +108,10 @@ bool RemotePath::Pump(Peer* peer) {
 // False: there was no room.
 bool RemotePath::PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, StagingSlot* slot) {
   const StridedCopy piece = outgoing->chunks.chunk(chunk);
-  if (spare_flights_.empty()) spare_flights_.push_back(&flights_.emplace_back());
+  if (spare_flights_.empty()) {
+    spare_flights_.push_back(&flights_.emplace_back());
+    flights_.back().number = static_cast<int>(flights_.size()) - 1;
+  }
   Flight* flight = spare_flights_.back();
   const PullRequest& request = outgoing->request;
   const NetworkWrite write{
@@ -134,13 +138,26 @@ bool RemotePath::PostChunk(Peer* peer, Outgoing* outgoing, int64_t chunk, Stagin
     return false;
   }
   spare_flights_.pop_back();
-  *flight = {.process = outgoing->process, .outgoing = outgoing, .slot = slot};
+  *flight = {.process = outgoing->process, .outgoing = outgoing, .slot = slot, .number = flight->number};
+  if (outgoing->label.operation != nullptr) {
+    flight->chunk = chunk;
+    flight->lane = peer->lane;
+    flight->posted = std::chrono::steady_clock::now();
+  }
   if (slot != nullptr) {
     slot->state = SlotState::kOnNetwork;
     if (options_.trace != nullptr && outgoing->operand.label.operation != nullptr) slot->since = std::chrono::steady_clock::now();
   }
   peer->lane = (peer->lane + 1) % transport_->lanes();
   return true;
+}
+
+void RemotePath::TraceSent(const Outgoing& outgoing, const Flight& flight) {
+  TraceLabel label = outgoing.label;
+  if (label.chunk < 0) label.chunk = flight.chunk;
+  label.lane = flight.lane;
+  options_.trace->AddSent(label, flight.number, outgoing.chunks.chunk(flight.chunk).bytes(), flight.posted,
+                          std::chrono::steady_clock::now());
 }
 
 void RemotePath::OnPacked(StagingSlot* slot, const Status& status) {

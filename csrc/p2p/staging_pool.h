@@ -49,7 +49,8 @@ struct StagingSlot {
   int64_t chunk = 0;  // of the transfer that it serves, which is one of ...
   Incoming* incoming = nullptr;
   Outgoing* outgoing = nullptr;
-  Transfer copy;  // by the host, or ...
+  std::chrono::steady_clock::time_point asked;  // when the chunk was, where it is received; for traces alone
+  Transfer copy;                                // by the host, or ...
   // ... by this device, whose stream then sets the flag to `copies`.
   StagingCopies* device = nullptr;
   uint32_t* flag = nullptr;

@@ -64,12 +64,14 @@ TEST(SliceTest, EverySliceMovesItsBytesInOrderByFewCopies) {
 }
 
 struct Parts {
+  bool hosts = false;
   std::vector<int> process_of;
   std::vector<ProcessProgram> of;  // by process
 };
 
-Parts PartsOf(const Operation& operation, const std::vector<int>& node_of_process, int devices_each) {
-  Parts parts;
+// With `hosts` each node is one, else all are of one host.
+Parts PartsOf(const Operation& operation, const std::vector<int>& node_of_process, int devices_each, bool hosts) {
+  Parts parts{.hosts = hosts, .process_of = {}, .of = {}};
   std::vector<int> node_of_rank;
   for (int rank = 0; rank < operation.group_size; ++rank) {
     parts.process_of.push_back(rank / devices_each);
@@ -78,21 +80,27 @@ Parts PartsOf(const Operation& operation, const std::vector<int>& node_of_proces
   const Topology topology = *Topology::FromNodes(node_of_rank, 2);
   const Plan plan = *PlanOperation(topology, operation, {.chunk_bytes = 1024, .staging_bytes = 4096});
   const std::vector<Flow> flows = *MakeFlows(operation);
-  for (int process = 0; process <= parts.process_of.back(); ++process)
-    parts.of.push_back(MakeProcessProgram(plan, flows, parts.process_of, process));
+  Places places{.process_of_rank = parts.process_of, .in_flight = 3};
+  if (hosts) places.host_of_rank = node_of_rank;
+  for (int process = 0; process <= parts.process_of.back(); ++process) parts.of.push_back(MakeProcessProgram(plan, flows, places, process));
   return parts;
 }
 
-// All-gathers and all-to-alls: processes that are nodes, that share nodes, and both.
+// All-gathers, whose chunks are of one piece or of several, and all-to-alls: processes that are nodes, that share nodes, and both, on one
+// host and on several.
 std::vector<Parts> AllParts() {
   std::vector<Parts> all;
   for (const std::vector<int>& nodes : {std::vector{0, 1}, {0, 1, 2}, {0, 0, 1, 1}, {1, 0, 1, 2}}) {
     for (int devices_each : {1, 2, 3}) {
       const int ranks = static_cast<int>(nodes.size()) * devices_each;
-      Operation operation{.kind = Kind::kAllGather, .group_size = ranks, .shape = {5000}, .concat_axis = 0};
-      all.push_back(PartsOf(operation, nodes, devices_each));
-      operation = {.kind = Kind::kAllToAll, .group_size = ranks, .shape = {ranks, 3000}, .split_axis = 0, .concat_axis = 1};
-      all.push_back(PartsOf(operation, nodes, devices_each));
+      for (const bool hosts : {false, true}) {
+        Operation operation{.kind = Kind::kAllGather, .group_size = ranks, .shape = {5000}, .concat_axis = 0};
+        all.push_back(PartsOf(operation, nodes, devices_each, hosts));
+        operation = {.kind = Kind::kAllGather, .group_size = ranks, .shape = {9, 700}, .concat_axis = 1};
+        all.push_back(PartsOf(operation, nodes, devices_each, hosts));
+        operation = {.kind = Kind::kAllToAll, .group_size = ranks, .shape = {ranks, 3000}, .split_axis = 0, .concat_axis = 1};
+        all.push_back(PartsOf(operation, nodes, devices_each, hosts));
+      }
     }
   }
   return all;
@@ -116,17 +124,25 @@ TEST(ProcessProgramTest, ProcessesAgreeOnWhoTellsWhom) {
       }
     }
     EXPECT_EQ(told, awaited);
-    EXPECT_FALSE(told.empty());
+    EXPECT_TRUE(parts.hosts || !told.empty());  // what goes straight between hosts is told by the network
   }
 }
 
-TEST(ProcessProgramTest, StepsReadOtherProcessesOperandsAndSlotsOnly) {
+TEST(ProcessProgramTest, StepsReadOtherProcessesOperandsAndSlotsOnlyUnlessTheyAreAskedFor) {
   for (const Parts& parts : AllParts()) {
     for (size_t process = 0; process < parts.of.size(); ++process) {
       for (const ProcessStep& step : parts.of[process].steps) {
         EXPECT_EQ(parts.process_of[step.step.to.rank], static_cast<int>(process));
         if (step.step.from.buffer == Buffer::kResult) {
-          EXPECT_EQ(step.from_process, static_cast<int>(process));
+          EXPECT_TRUE(step.by_network || step.from_process == static_cast<int>(process));
+        }
+        if (step.by_network) {
+          const ServedStep* served = parts.of[step.from_process].FindServed(step.index);
+          ASSERT_NE(served, nullptr);
+          EXPECT_EQ(served->process, static_cast<int>(process));
+          EXPECT_EQ(served->step, step.step);
+          EXPECT_EQ(served->from_slot, step.from_slot);
+          EXPECT_EQ(step.copies.size(), 1u);
         }
         EXPECT_LT(step.to_slot, std::max(1, parts.of[process].slots));
         int64_t bytes = 0;
@@ -137,7 +153,29 @@ TEST(ProcessProgramTest, StepsReadOtherProcessesOperandsAndSlotsOnly) {
   }
 }
 
-// Posts, ends of steps and news of them come in any order; a port is never asked for two steps at a time.
+// Where a host is one process nothing that lies in one piece needs a slot.
+TEST(ProcessProgramTest, WritesBetweenHostsGoStraightFromOperandsToResults) {
+  for (const std::vector<int>& nodes : {std::vector{0, 1}, {0, 1, 2}}) {
+    for (int devices_each : {1, 2}) {
+      const int ranks = static_cast<int>(nodes.size()) * devices_each;
+      const Operation gather{.kind = Kind::kAllGather, .group_size = ranks, .shape = {5000}, .concat_axis = 0};
+      const Operation exchange{.kind = Kind::kAllToAll, .group_size = ranks, .shape = {ranks, 5000}, .split_axis = 0, .concat_axis = 0};
+      for (const Operation& operation : {gather, exchange}) {
+        int64_t crossed = 0;
+        for (const ProcessProgram& program : PartsOf(operation, nodes, devices_each, true).of) {
+          EXPECT_EQ(program.slots, 0);
+          for (const ProcessStep& step : program.steps) crossed += step.by_network ? step.step.bytes : 0;
+        }
+        // Each block to each other host once; each part to the one who gets it.
+        const int64_t others = static_cast<int64_t>(nodes.size()) - 1;
+        EXPECT_EQ(crossed, ranks * 5000 * others * (operation.kind == Kind::kAllGather ? 1 : devices_each));
+      }
+    }
+  }
+}
+
+// Posts, ends of steps and news of them come in any order; a port is never asked for more than it can do at a time, and what a step reads
+// in a slot is what it was to find there, from its start to its end.
 TEST(PlanRunTest, RunsEndInWhateverOrderThingsHappen) {
   std::mt19937 random(11);
   for (const Parts& parts : AllParts()) {
@@ -151,6 +189,13 @@ TEST(PlanRunTest, RunsEndInWhateverOrderThingsHappen) {
     std::vector<PlanRun> runs(parts.of.size());
     std::vector<std::map<int, int>> busy(parts.of.size());
     size_t ended = 0, steps = 0;
+    using Content = std::pair<int, int64_t>;  // source and offset; {-1, 0} while it is written
+    std::map<std::pair<int, int>, Content> slots;
+    const auto check = [&](const ProcessStep& step) {
+      if (step.from_slot >= 0) {
+        EXPECT_EQ((slots[{step.from_process, step.from_slot}]), Content(step.step.src, step.step.offset));
+      }
+    };
     for (size_t process = 0; process < parts.of.size(); ++process) {
       runs[process].Begin(&parts.of[process]);
       steps += parts.of[process].steps.size();
@@ -172,6 +217,8 @@ TEST(PlanRunTest, RunsEndInWhateverOrderThingsHappen) {
         ++ended;
         const ProcessStep& step = program.steps[now.end];
         --busy[now.process][step.port];
+        check(step);
+        if (step.to_slot >= 0) slots[{static_cast<int>(now.process), step.to_slot}] = {step.step.src, step.step.offset};
         for (int hearer : step.tell)
           pending.push_back({.process = static_cast<size_t>(hearer), .other = {static_cast<int>(now.process), step.index}});
         runs[now.process].OnEnd(now.end, &starts);
@@ -181,7 +228,11 @@ TEST(PlanRunTest, RunsEndInWhateverOrderThingsHappen) {
         EXPECT_FALSE(runs[now.process].OnOtherEnd(now.other.first, now.other.second, &starts));
       }
       for (int position : starts) {
-        EXPECT_EQ(++busy[now.process][program.steps[position].port], 1);
+        const ProcessStep& step = program.steps[position];
+        EXPECT_LE(++busy[now.process][step.port], program.ports[step.port]);
+        EXPECT_LT(runs[now.process].place(position), PlanRun::PlacesOf(program));
+        check(step);
+        if (step.to_slot >= 0) slots[{static_cast<int>(now.process), step.to_slot}] = {-1, 0};
         pending.push_back({.process = now.process, .end = position});
       }
     }
