@@ -288,8 +288,8 @@ Status Rendezvous::CheckRemote(const Meeting& meeting, int rank, uint32_t occurr
   const RemotePost& remote = meeting.slots[rank].remote;
   if (remote.withdrawn || remote.signature == meeting.plan->signature) return {};
   return InvalidArgument("ranks disagree in " + meeting.Describe(occurrence) + " (this is what process " +
-                         std::to_string(services_.process) + " brought): " + meeting.plan->communicator.RankName(rank) + " brought " +
-                         remote.brought);
+                         std::to_string(services_.process) + " brought" + (meeting.plan->program == nullptr ? "" : ", by a plan") +
+                         "): " + meeting.plan->communicator.RankName(rank) + " brought " + remote.brought);
 }
 
 void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
