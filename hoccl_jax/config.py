@@ -206,6 +206,13 @@ class Config:
     net_in_flight: int = _setting(
         "HOCCL_NET_IN_FLIGHT", 8, _integer(1, 128), "Writes to each process of another host that are on their way at a time."
     )
+    net_posted_bytes: int = _setting(
+        "HOCCL_NET_POSTED_BYTES",
+        256 << 10,
+        _integer(0, 64 << 20),
+        "What an operation has for a process of another host goes there with its announcement if it is at most so many bytes, and is "
+        "fetched by the receiver if it is more.",
+    )
     net_staging: Literal["auto", "on"] = _setting(
         "HOCCL_NET_STAGING",
         "auto",

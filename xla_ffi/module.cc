@@ -82,6 +82,7 @@ void Start(const nb::dict& config, int process_index, int process_count,
   network.lanes = Setting(config, "net_lanes", network.lanes);
   network.chunk_bytes = Setting(config, "net_chunk_bytes", network.chunk_bytes);
   network.in_flight = Setting(config, "net_in_flight", network.in_flight);
+  network.posted_bytes = Setting(config, "net_posted_bytes", network.posted_bytes);
   network.always_stage = Setting<std::string>(config, "net_staging", "auto") == "on";
   network.between_nodes = Setting<std::string>(config, "net_between", "hosts") == "nodes";
   network.heartbeat_timeout = std::chrono::milliseconds(static_cast<int64_t>(Setting(config, "heartbeat_timeout_s", 30.0) * 1000));

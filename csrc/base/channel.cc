@@ -3,95 +3,135 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdint>
 #include <cstring>
 
 namespace hoccl {
 namespace {
 
-using Length = uint32_t;
 constexpr size_t kReadBytes = 64 << 10;
+constexpr size_t kMostData = 1 << 30;
+
+// ENOTCONN: the connection is still coming about.
+bool IsTemporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == ENOTCONN; }
 
 }  // namespace
 
-SendOutcome Channel::Send(std::span<const std::byte> message, int fd) {
-  return network_ ? SendFrame(message) : SendMessage(socket_, message, fd);
+SendOutcome Channel::Send(std::span<const std::byte> message, int fd, std::span<const std::byte> data) {
+  return network_ ? SendFrame(message, data) : SendMessage(socket_, message, fd);
 }
 
-SendOutcome Channel::SendFrame(std::span<const std::byte> message) {
+SendOutcome Channel::SendFrame(std::span<const std::byte> message, std::span<const std::byte> data) {
   if (const SendOutcome earlier = Flush(); earlier != SendOutcome::kSent) return earlier;
-  const Length length = static_cast<Length>(message.size());
-  std::array<iovec, 2> parts = {iovec{const_cast<Length*>(&length), sizeof(length)},
-                                iovec{const_cast<std::byte*>(message.data()), message.size()}};
+  Head head{.message_bytes = static_cast<uint32_t>(message.size()), .data_bytes = static_cast<uint32_t>(data.size())};
+  const std::array<std::span<const std::byte>, 3> parts = {std::as_bytes(std::span(&head, 1)), message, data};
+  std::array<iovec, 3> vectors;
+  for (size_t i = 0; i < parts.size(); ++i) vectors[i] = {const_cast<std::byte*>(parts[i].data()), parts[i].size()};
   msghdr header{};
-  header.msg_iov = parts.data();
-  header.msg_iovlen = parts.size();
+  header.msg_iov = vectors.data();
+  header.msg_iovlen = vectors.size();
   ssize_t sent = 0;
   do {
     sent = ::sendmsg(socket_.get(), &header, MSG_NOSIGNAL);
   } while (sent < 0 && errno == EINTR);
-  if (sent < 0) {
-    // ENOTCONN: the connection is still coming about.
-    return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOTCONN ? SendOutcome::kWouldBlock : SendOutcome::kPeerGone;
-  }
-  const size_t total = sizeof(length) + message.size();
-  if (static_cast<size_t>(sent) < total) {
-    unsent_.resize(total);
-    std::memcpy(unsent_.data(), &length, sizeof(length));
-    std::memcpy(unsent_.data() + sizeof(length), message.data(), message.size());
-    unsent_.erase(unsent_.begin(), unsent_.begin() + sent);
+  if (sent < 0) return IsTemporary(errno) ? SendOutcome::kWouldBlock : SendOutcome::kPeerGone;
+  auto skipped = static_cast<size_t>(sent);
+  for (std::span<const std::byte> part : parts) {
+    const size_t skip = std::min(skipped, part.size());
+    skipped -= skip;
+    unsent_.insert(unsent_.end(), part.begin() + static_cast<std::ptrdiff_t>(skip), part.end());
   }
   return SendOutcome::kSent;
 }
 
 SendOutcome Channel::Flush() {
-  while (!unsent_.empty()) {
-    const ssize_t sent = ::send(socket_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL);
+  while (has_unsent()) {
+    const ssize_t sent = ::send(socket_.get(), unsent_.data() + unsent_at_, unsent_.size() - unsent_at_, MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOTCONN ? SendOutcome::kWouldBlock : SendOutcome::kPeerGone;
+      return IsTemporary(errno) ? SendOutcome::kWouldBlock : SendOutcome::kPeerGone;
     }
-    unsent_.erase(unsent_.begin(), unsent_.begin() + sent);
+    unsent_at_ += static_cast<size_t>(sent);
   }
+  unsent_.clear();
+  unsent_at_ = 0;
   return SendOutcome::kSent;
 }
 
-bool Channel::TakeFrame(std::span<std::byte> buffer, size_t* size, bool* bad) {
-  Length length = 0;
-  const size_t there = received_.size() - taken_;
-  if (there < sizeof(length)) return false;
-  std::memcpy(&length, received_.data() + taken_, sizeof(length));
-  *bad = length == 0 || length > buffer.size();
-  if (*bad || there < sizeof(length) + length) return false;
-  std::memcpy(buffer.data(), received_.data() + taken_ + sizeof(length), length);
-  *size = length;
-  taken_ += sizeof(length) + length;
-  if (taken_ == received_.size()) {
-    received_.clear();
-    taken_ = 0;
-  }
-  return true;
+ReceiveOutcome Channel::Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, ByteBuffer* data) {
+  return network_ ? ReceiveFrame(buffer, size, data) : ReceiveMessage(socket_, buffer, size, fd);
 }
 
-ReceiveOutcome Channel::Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd) {
-  if (!network_) return ReceiveMessage(socket_, buffer, size, fd);
+ReceiveOutcome Channel::ReceiveFrame(std::span<std::byte> buffer, size_t* size, ByteBuffer* data) {
   for (;;) {
-    bool bad = false;
-    if (TakeFrame(buffer, size, &bad)) return ReceiveOutcome::kReceived;
-    if (bad) return ReceiveOutcome::kPeerGone;  // no peer of this version sends such a length
-    received_.erase(received_.begin(), received_.begin() + static_cast<std::ptrdiff_t>(taken_));
-    taken_ = 0;
-    const size_t had = received_.size();
-    received_.resize(had + kReadBytes);
-    const ssize_t got = ::recv(socket_.get(), received_.data() + had, kReadBytes, 0);
-    const int error = errno;
-    received_.resize(had + (got > 0 ? static_cast<size_t>(got) : 0));
-    if (got > 0 || (got < 0 && error == EINTR)) continue;
-    if (got < 0 && (error == EAGAIN || error == EWOULDBLOCK || error == ENOTCONN)) return ReceiveOutcome::kWouldBlock;
-    return ReceiveOutcome::kPeerGone;
+    if (message_.empty()) {
+      ReceiveOutcome outcome = TakeMessage(buffer.size());
+      if (outcome == ReceiveOutcome::kPeerGone) return outcome;
+      if (outcome == ReceiveOutcome::kWouldBlock) {
+        size_t got = 0;
+        outcome = Read(received_.data() + end_, received_.size() - end_, &got);
+        if (outcome != ReceiveOutcome::kReceived) return outcome;
+        end_ += got;
+        continue;
+      }
+    }
+    if (data_there_ < data_.size()) {
+      size_t got = std::min(end_ - begin_, data_.size() - data_there_);
+      std::copy_n(received_.data() + begin_, got, data_.data() + data_there_);
+      begin_ += got;
+      if (got == 0) {
+        const ReceiveOutcome outcome = Read(data_.data() + data_there_, data_.size() - data_there_, &got);
+        if (outcome != ReceiveOutcome::kReceived) return outcome;
+      }
+      data_there_ += got;
+      continue;
+    }
+    std::ranges::copy(message_, buffer.begin());
+    *size = message_.size();
+    message_.clear();
+    *data = std::move(data_);
+    return ReceiveOutcome::kReceived;
   }
+}
+
+ReceiveOutcome Channel::TakeMessage(size_t most) {
+  if (received_.empty()) received_.resize(std::max(kReadBytes, sizeof(Head) + most));
+  Head head;
+  const size_t there = end_ - begin_;
+  if (there >= sizeof(head)) {
+    std::memcpy(&head, received_.data() + begin_, sizeof(head));
+    // No peer of this version sends such a head.
+    if (head.message_bytes == 0 || head.message_bytes > most || head.data_bytes > (data_allowed_ ? kMostData : 0))
+      return ReceiveOutcome::kPeerGone;
+    if (there >= sizeof(head) + head.message_bytes) {
+      const auto start = received_.begin() + static_cast<std::ptrdiff_t>(begin_ + sizeof(head));
+      message_.assign(start, start + head.message_bytes);
+      begin_ += sizeof(head) + head.message_bytes;
+      data_.Resize(head.data_bytes);
+      data_there_ = 0;
+      return ReceiveOutcome::kReceived;
+    }
+  }
+  // Room for the rest at the end.
+  std::copy(received_.begin() + static_cast<std::ptrdiff_t>(begin_), received_.begin() + static_cast<std::ptrdiff_t>(end_),
+            received_.begin());
+  begin_ = 0;
+  end_ = there;
+  return ReceiveOutcome::kWouldBlock;
+}
+
+ReceiveOutcome Channel::Read(std::byte* to, size_t most, size_t* got) {
+  ssize_t count = 0;
+  do {
+    count = ::recv(socket_.get(), to, most, 0);
+  } while (count < 0 && errno == EINTR);
+  if (count > 0) {
+    *got = static_cast<size_t>(count);
+    return ReceiveOutcome::kReceived;
+  }
+  return count < 0 && IsTemporary(errno) ? ReceiveOutcome::kWouldBlock : ReceiveOutcome::kPeerGone;
 }
 
 }  // namespace hoccl

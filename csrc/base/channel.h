@@ -1,13 +1,15 @@
-// A connection that carries whole messages: a local socket inside a host, a TCP connection, on which each message follows its length,
-// between hosts.
+// A connection that carries whole messages: a local socket inside a host, a TCP connection, on which a head precedes each message, between
+// hosts. Over the latter a message may bring data along, which is received straight into where it stays.
 #ifndef HOCCL_BASE_CHANNEL_H_
 #define HOCCL_BASE_CHANNEL_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "csrc/base/byte_buffer.h"
 #include "csrc/base/local_socket.h"
 #include "csrc/base/unique_fd.h"
 
@@ -23,28 +25,47 @@ class Channel {
   int fd() const { return socket_.get(); }
   bool over_network() const { return network_; }
 
-  // As SendMessage. kSent: the message is on its way, or a rest of it stays here until Flush. `fd`: on local channels only.
-  SendOutcome Send(std::span<const std::byte> message, int fd = -1);
+  // As SendMessage. kSent: the message is on its way, or a rest of it stays here until Flush. `fd`: on local channels only; `data`: on the
+  // others only.
+  SendOutcome Send(std::span<const std::byte> message, int fd = -1, std::span<const std::byte> data = {});
   // Is there such a rest?
-  bool has_unsent() const { return !unsent_.empty(); }
+  bool has_unsent() const { return unsent_at_ < unsent_.size(); }
   // Sends it; kSent when none is left.
   SendOutcome Flush();
 
-  // As ReceiveMessage.
-  ReceiveOutcome Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd);
+  // Until then a peer that sends data with a message is taken for gone.
+  void AllowData() { data_allowed_ = true; }
+
+  // As ReceiveMessage. `data`: what came with the message.
+  ReceiveOutcome Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, ByteBuffer* data);
 
  private:
+  struct Head {
+    uint32_t message_bytes = 0;
+    uint32_t data_bytes = 0;
+  };
+
   Channel(UniqueFd socket, bool network) : socket_(std::move(socket)), network_(network) {}
 
-  SendOutcome SendFrame(std::span<const std::byte> message);
-  // Takes a whole message out of what has been received; false if there is none yet.
-  bool TakeFrame(std::span<std::byte> buffer, size_t* size, bool* bad);
+  SendOutcome SendFrame(std::span<const std::byte> message, std::span<const std::byte> data);
+  ReceiveOutcome ReceiveFrame(std::span<std::byte> buffer, size_t* size, ByteBuffer* data);
+  // Takes the next message out of what has been received, into `message_`. kWouldBlock: it isn't there yet.
+  ReceiveOutcome TakeMessage(size_t most);
+  // kReceived: some bytes came.
+  ReceiveOutcome Read(std::byte* to, size_t most, size_t* got);
 
   UniqueFd socket_;
   bool network_ = false;
+  bool data_allowed_ = false;
   std::vector<std::byte> unsent_;
-  std::vector<std::byte> received_;
-  size_t taken_ = 0;  // of `received_`
+  size_t unsent_at_ = 0;
+
+  std::vector<std::byte> received_;  // of fixed size; what is in it lies between ...
+  size_t begin_ = 0;
+  size_t end_ = 0;
+  std::vector<std::byte> message_;  // empty: none is there whose data is yet to come
+  ByteBuffer data_;
+  size_t data_there_ = 0;
 };
 
 }  // namespace hoccl

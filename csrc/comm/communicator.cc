@@ -66,10 +66,37 @@ void GroupPlan::Fill(int this_process) {
     if (to_here && !from_here) ++unread[flow.src];
     if (from_here && !to_here) AddUnique(&ranks[flow.src].readers, processes[flow.dst]);
   }
+  FillPosted(this_process);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     ranks[rank].told = ranks[rank].readers;
     announced[rank] = unread[rank] > 0;
   }
+}
+
+void GroupPlan::FillPosted(int this_process) {
+  if (call->operation.kind == Kind::kRaggedAllToAll) return;                                       // its copies are known only when it runs
+  const bool paired = call->operation.kind == Kind::kSend || call->operation.kind == Kind::kRecv;  // a send waits for nobody's post
+  const auto pair = [](int src, int dst) { return static_cast<uint64_t>(src) << 32 | static_cast<uint64_t>(dst); };
+  const std::vector<int>& processes = communicator.processes;
+  const auto crosses = [&](const Flow& flow) { return (processes[flow.src] == this_process) != (processes[flow.dst] == this_process); };
+  std::vector<uint64_t> pairs;
+  for (const Flow& flow : call->flows) {
+    if (crosses(flow)) pairs.push_back(pair(flow.src, flow.dst));
+  }
+  std::ranges::sort(pairs);
+  for (int i = 0; i < static_cast<int>(call->flows.size()); ++i) {
+    const Flow& flow = call->flows[i];
+    if (!crosses(flow)) continue;
+    std::vector<PostedData>& posted = ranks[flow.src].posted;
+    const auto known = std::ranges::find(posted, processes[flow.dst], &PostedData::process);
+    PostedData& data = known != posted.end() ? *known : posted.emplace_back(PostedData{.process = processes[flow.dst]});
+    data.Add(i, flow.copy, !paired && std::ranges::binary_search(pairs, pair(flow.dst, flow.src)));
+  }
+}
+
+const PostedData* GroupPlan::PostedTo(int rank, int process) const {
+  const auto found = std::ranges::find(ranks[rank].posted, process, &PostedData::process);
+  return found == ranks[rank].posted.end() ? nullptr : &*found;
 }
 
 void GroupPlan::FillFromProgram(int this_process) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/comm/call.h"
+#include "csrc/comm/posted_data.h"
 #include "csrc/sched/process_program.h"
 
 namespace hoccl {
@@ -28,10 +29,11 @@ struct Communicator {
 
 // What a rank of this process does in a call.
 struct RankPlan {
-  std::vector<int> in;         // flows that it receives
-  std::vector<int> out_local;  // flows that ranks of this process (itself included) receive from it
-  std::vector<int> readers;    // other processes that read its operand
-  std::vector<int> told;       // other processes that its post is announced to: the readers, and more of them under a plan
+  std::vector<int> in;             // flows that it receives
+  std::vector<int> out_local;      // flows that ranks of this process (itself included) receive from it
+  std::vector<int> readers;        // other processes that read its operand
+  std::vector<int> told;           // other processes that its post is announced to: the readers, and more of them under a plan
+  std::vector<PostedData> posted;  // without a plan: what its post may bring, for each reader; of another process's rank, for this one
   bool sends = false;
   bool receives = false;
   bool takes_part = false;  // posts; under a plan also if it neither sends nor receives, since its process may forward
@@ -46,6 +48,9 @@ struct GroupPlan {
   // Does a rank of this process read from ranks of `process`, or `process` from it? Under a plan: does this process wait for that one?
   bool ExchangesWith(int rank, int process) const;
 
+  // What the post of `rank` may bring to `process`; null if nothing.
+  const PostedData* PostedTo(int rank, int process) const;
+
   // "all_gather f32[4] over 2 ranks over communicator {0, 1}", for errors of other processes.
   std::string Brought() const;
 
@@ -57,7 +62,7 @@ struct GroupPlan {
   std::shared_ptr<const ProcessProgram> program;  // null: flows run directly
   const char* trace_name = "";                    // what a trace calls it; lives as long as the world
   uint64_t signature = 0;                         // the call's, and that of the program
-  std::vector<RankPlan> ranks;                    // of other processes' ranks nothing is filled in
+  std::vector<RankPlan> ranks;                    // of other processes' ranks only `posted` is filled in
   std::vector<int> unread;                        // rank -> flows (steps) that this process reads from it, for ranks of other processes
   std::vector<bool> announced;                    // rank -> does its process announce its posts to this one?
   std::vector<int> other_processes;               // of the communicator
@@ -65,6 +70,7 @@ struct GroupPlan {
 
  private:
   void Fill(int this_process);
+  void FillPosted(int this_process);
   void FillFromProgram(int this_process);
 };
 

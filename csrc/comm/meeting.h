@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/base/byte_buffer.h"
 #include "csrc/base/status.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/message.h"
@@ -63,11 +64,14 @@ struct RemotePost {
   int64_t device = 0;
   uint64_t signature = 0;
   Source source;
-  uint64_t serial = 0;    // of its process's meeting, Meeting::serial there
-  int unread = 0;         // flows from it into this process, yet to end
-  int active = 0;         // of these, those that run
-  bool released = false;  // its process knows that nobody here reads it any more
-  std::string brought;    // its operation, for people
+  bool with_data = false;  // what is read of its operand has come with it:
+  ByteBuffer data;
+  bool awaits_readers = true;  // its process waits to be told that nobody reads it any more
+  uint64_t serial = 0;         // of its process's meeting, Meeting::serial there
+  int unread = 0;              // flows from it into this process, yet to end
+  int active = 0;              // of these, those that run
+  bool released = false;       // its process knows that nobody here reads it any more
+  std::string brought;         // its operation, for people
 };
 
 struct Slot {

@@ -23,7 +23,7 @@ struct MeetingKey {
 
 enum class MessageType : uint32_t {
   kHello,       // text: token, a newline, the sender's address; number: 1 if the sender can read the receiver's memory
-  kPost,        // a rank has posted its operand
+  kPost,        // a rank has posted its operand; number: 1 if its process doesn't wait for kRead. May bring data (PostedData)
   kWithdrawn,   // a rank came to a meeting that had failed: its post is used up, there is nothing to read
   kRead,        // the sender's process has no further use for the operand of a rank of the receiver
   kFailed,      // the meeting has failed; text: why
@@ -48,6 +48,8 @@ enum class MessageType : uint32_t {
   kStreamTaken,  // all of it has arrived
 };
 
+inline constexpr int kLargestGroup = 1 << 16;
+
 struct Message {
   MessageType type = MessageType::kHello;
   int32_t rank = 0;
@@ -68,6 +70,9 @@ struct Message {
     std::memcpy(text, value.data(), text_bytes);
   }
   std::string_view GetText() const { return {text, std::min<size_t>(text_bytes, sizeof(text))}; }
+
+  // Does it name a rank of a group?
+  bool HasRank() const { return group_size >= 1 && group_size <= kLargestGroup && rank >= 0 && rank < group_size; }
 
   // Is this what arrived whole?
   bool HasSize(size_t size) const { return size >= offsetof(Message, text) && size == offsetof(Message, text) + text_bytes; }

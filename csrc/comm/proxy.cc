@@ -106,7 +106,7 @@ Status Proxy::OpenOutgoing(const Address& address) {
   if (sent == SendOutcome::kPeerGone || (sent == SendOutcome::kWouldBlock && !by_network))
     return Unavailable(name + " refused the connection");
   peer.out = std::move(channel);
-  if (sent == SendOutcome::kWouldBlock) Queue(&peer, hello, -1);  // until the connection has come about
+  if (sent == SendOutcome::kWouldBlock) Queue(&peer, hello, -1, {});  // until the connection has come about
   return {};
 }
 
@@ -138,26 +138,28 @@ Status Proxy::WaitUntilMutual(int process) {
   return {};
 }
 
-bool Proxy::Send(int process, const Message& message, int fd) {
+bool Proxy::Send(int process, const Message& message, int fd, std::span<const std::byte> data) {
   if (process == options_.self.process) return false;
   Peer& peer = *peers_[process];
   std::lock_guard lock(peer.send_mutex);
   if (!peer.out || peer.lost) return false;
   if (peer.backlog.empty()) {
-    const SendOutcome outcome = peer.out.Send(message.bytes(), fd);
+    const SendOutcome outcome = peer.out.Send(message.bytes(), fd, data);
     if (outcome == SendOutcome::kPeerGone) return false;  // the thread sees the closed connection and tells the listener
     if (outcome == SendOutcome::kSent) {
       if (peer.out.has_unsent()) Wake();  // the thread sends the rest
       return true;
     }
   }
-  Queue(&peer, message, fd);
+  Queue(&peer, message, fd, data);
   return true;
 }
 
-void Proxy::Queue(Peer* peer, const Message& message, int fd) {
+void Proxy::Queue(Peer* peer, const Message& message, int fd, std::span<const std::byte> data) {
   const std::span<const std::byte> bytes = message.bytes();
-  peer->backlog.push_back({.bytes = {bytes.begin(), bytes.end()}, .fd = UniqueFd(fd >= 0 ? ::fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1)});
+  peer->backlog.push_back({.bytes = {bytes.begin(), bytes.end()},
+                           .fd = UniqueFd(fd >= 0 ? ::fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1),
+                           .data = {data.begin(), data.end()}});
   Wake();
 }
 
@@ -166,7 +168,7 @@ bool Proxy::Flush(Peer* peer) {
   SendOutcome outcome = peer->out.Flush();
   while (outcome == SendOutcome::kSent && !peer->backlog.empty()) {
     const Peer::Parcel& parcel = peer->backlog.front();
-    outcome = peer->out.Send(parcel.bytes, parcel.fd.get());
+    outcome = peer->out.Send(parcel.bytes, parcel.fd.get(), parcel.data);
     if (outcome == SendOutcome::kSent) peer->backlog.pop_front();
   }
   return outcome != SendOutcome::kPeerGone;

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -33,6 +34,8 @@ class ProxyListener {
   virtual void OnProcessConnected(int process) = 0;
   // `fd` is the descriptor that came with the message, if any.
   virtual void OnMessage(int process, const Message& message, UniqueFd fd) = 0;
+  // The same for a message that has brought data, by the network.
+  virtual void OnMessageWithData(int process, const Message& message, ByteBuffer data) = 0;
   // The process has died, or left `in_order`; nothing more comes from it.
   virtual void OnProcessLost(int process, const std::string& how, bool in_order) = 0;
   // Comes now and then, at least once in ProxyOptions::tick.
@@ -73,8 +76,9 @@ class Proxy {
   // Connects both ways with a process. Thread-safe, idempotent.
   Status Connect(const Address& peer);
 
-  // Queues if the peer is slow; false if the process is not connected, or gone. `fd` goes with the message and stays the caller's.
-  bool Send(int process, const Message& message, int fd = -1);
+  // Queues if the peer is slow; false if the process is not connected, or gone. `fd` goes with the message and stays the caller's; so does
+  // `data`, which can only go by the network.
+  bool Send(int process, const Message& message, int fd = -1, std::span<const std::byte> data = {});
 
   // Cuts the connections with a process that does not answer, which it will notice when it wakes. Only from within a listener call.
   void Abandon(int process, const std::string& how);
@@ -106,7 +110,7 @@ class Proxy {
   void KeepAlive();
   void DrainBacklogs();
   void Receive(int process);
-  void Queue(Peer* peer, const Message& message, int fd);
+  void Queue(Peer* peer, const Message& message, int fd, std::span<const std::byte> data);
   bool Flush(Peer* peer);  // false: it is gone
   void Lose(int process, const std::string& how, bool in_order);
   Status OpenOutgoing(const Address& address);

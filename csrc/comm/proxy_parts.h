@@ -32,6 +32,7 @@ struct Proxy::Peer {
   struct Parcel {
     std::vector<std::byte> bytes;
     UniqueFd fd;
+    std::vector<std::byte> data;
   };
   std::deque<Parcel> backlog;                   // what did not fit the socket
   Channel in;                                   // of the thread alone, and so is ...

@@ -155,7 +155,8 @@ bool Proxy::Greet(Newcomer* newcomer) {
   Message hello;
   size_t size = 0;
   UniqueFd segment;
-  const ReceiveOutcome outcome = newcomer->channel.Receive(std::as_writable_bytes(std::span(&hello, 1)), &size, &segment);
+  ByteBuffer data;  // nobody who has not said who it is can send any
+  const ReceiveOutcome outcome = newcomer->channel.Receive(std::as_writable_bytes(std::span(&hello, 1)), &size, &segment, &data);
   if (outcome == ReceiveOutcome::kWouldBlock) return false;
   if (outcome == ReceiveOutcome::kPeerGone || !hello.HasSize(size) || hello.type != MessageType::kHello) return true;
   const std::string text(hello.GetText());
@@ -171,6 +172,7 @@ bool Proxy::Greet(Newcomer* newcomer) {
     if (mapping.ok()) peer.segment = *std::move(mapping);
   }
   peer.in = std::move(newcomer->channel);
+  peer.in.AllowData();
   peer.heard = std::chrono::steady_clock::now();
   // Answering from here, rather than when this process first needs the peer, means that the peer waits for this process's start only.
   const Status answered = OpenOutgoing(*address);
@@ -194,7 +196,8 @@ void Proxy::Receive(int process) {
     Message message;
     size_t size = 0;
     UniqueFd fd;
-    const ReceiveOutcome outcome = peer.in.Receive(std::as_writable_bytes(std::span(&message, 1)), &size, &fd);
+    ByteBuffer data;
+    const ReceiveOutcome outcome = peer.in.Receive(std::as_writable_bytes(std::span(&message, 1)), &size, &fd, &data);
     if (outcome == ReceiveOutcome::kWouldBlock) return;
     if (outcome == ReceiveOutcome::kPeerGone || !message.HasSize(size)) {
       return Lose(process, peer.left ? "has left" : "has died (its connection is closed)", peer.left);
@@ -203,6 +206,8 @@ void Proxy::Receive(int process) {
     if (message.type == MessageType::kHeartbeat) continue;
     if (message.type == MessageType::kGoodbye) {
       peer.left = true;
+    } else if (data.size() > 0) {
+      listener_->OnMessageWithData(process, message, std::move(data));
     } else {
       listener_->OnMessage(process, message, std::move(fd));
     }

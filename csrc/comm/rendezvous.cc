@@ -12,7 +12,6 @@
 namespace hoccl {
 namespace {
 
-constexpr int kLargestGroup = 1 << 16;
 // The other ranks of a small operation mostly come within this time, and then the program goes on in the same thread, which saves waking
 // its lane. A bound this short can't deadlock anything.
 constexpr std::chrono::microseconds kLinger{20};
@@ -251,6 +250,12 @@ void Rendezvous::Announce(LocalPost* post, MessageType type, Actions* actions) {
     message.address = reinterpret_cast<uint64_t>(post->operand);
     message.segment = post->segment;
     message.occurrence = post->occurrence;
+    if (const PostedData* data = type == MessageType::kPost ? DataFor(plan, post->rank, process) : nullptr; data != nullptr) {
+      actions->messages.back().data = data;
+      actions->messages.back().operand = post->operand;
+      message.number = data->mutual ? 1 : 0;
+      if (data->mutual) StopReading(post, process);
+    }
     message.SetText(type == MessageType::kPost ? plan.Brought() : post->meeting->failure.message());
   }
 }
@@ -286,7 +291,11 @@ Status Rendezvous::CheckAgreement(Meeting* meeting, const PostRequest& request, 
 
 Status Rendezvous::CheckRemote(const Meeting& meeting, int rank, uint32_t occurrence) const {
   const RemotePost& remote = meeting.slots[rank].remote;
-  if (remote.withdrawn || remote.signature == meeting.plan->signature) return {};
+  if (remote.withdrawn) return {};
+  if (remote.signature == meeting.plan->signature) {
+    const PostedData* data = remote.with_data ? meeting.plan->PostedTo(rank, services_.process) : nullptr;
+    if (!remote.with_data || (data != nullptr && data->bytes == static_cast<int64_t>(remote.data.size()))) return {};
+  }
   return InvalidArgument("ranks disagree in " + meeting.Describe(occurrence) + " (this is what process " +
                          std::to_string(services_.process) + " brought" + (meeting.plan->program == nullptr ? "" : ", by a plan") +
                          "): " + meeting.plan->communicator.RankName(rank) + " brought " + remote.brought);
@@ -304,13 +313,17 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
     RemotePost& remote = meeting->slots[flow.src].remote;
     if (remote.withdrawn) return;
     source = remote.source;
+    if (remote.with_data) source.local = remote.data.data();
     ++remote.active;
   }
   ++receiver->active;
   meeting->flows[index] = FlowState::kRunning;
   Transfer* transfer = &meeting->transfers[index];
   // Flows are ordered by destination.
-  const StridedCopy& copy = receiver->copies.empty() ? flow.copy : receiver->copies[index - meeting->plan->ranks[flow.dst].in.front()];
+  const bool known = receiver->copies.empty();
+  const StridedCopy& plain = known ? flow.copy : receiver->copies[index - meeting->plan->ranks[flow.dst].in.front()];
+  const bool packed = source.sender >= 0 && source.local != nullptr;
+  const StridedCopy copy = packed ? meeting->plan->PostedTo(flow.src, services_.process)->Unpack(index, plain) : plain;
   transfer->Start(source, receiver->result, copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
   if (services_.trace->on()) {
     transfer->label = LabelOf(*meeting, flow.src, flow.dst);
@@ -377,6 +390,8 @@ void Rendezvous::Release(Meeting* meeting, int rank, Actions* actions) {
   RemotePost& remote = meeting->slots[rank].remote;
   if (!remote.posted || remote.withdrawn || remote.released) return;
   remote.released = true;
+  remote.data = {};
+  if (!remote.awaits_readers) return;
   Message& message = actions->messages.emplace_back(Actions::Outgoing{remote.process, {}}).message;
   message.type = MessageType::kRead;
   message.rank = rank;
@@ -404,14 +419,18 @@ void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
 
 void Rendezvous::Perform(Actions* actions) {
   while (!actions->empty()) {
-    for (const auto& [process, message] : actions->messages) {
-      if (!services_.proxy->Send(process, message) && message.type == MessageType::kRead) actions->cut_off = true;
+    for (const auto& [process, message, data, operand] : actions->messages) {
+      std::span<const std::byte> sent;
+      if (data != nullptr) sent = data->Pack(operand, &actions->packed);
+      if (!services_.proxy->Send(process, message, -1, sent) && message.type == MessageType::kRead) actions->cut_off = true;
     }
     actions->messages.clear();
     for (Transfer* transfer : actions->transfers) {
-      if (transfer->source().sender >= 0) {  // the one place where a flow takes the way between hosts
+      const bool by_network = transfer->source().sender >= 0;
+      const bool is_here = transfer->source().local != nullptr;
+      if (by_network && !is_here) {  // the one place where a flow takes the way between hosts
         services_.remote->Receive(transfer, this);
-      } else if (services_.executor->IsInline(*transfer)) {
+      } else if (by_network || services_.executor->IsInline(*transfer)) {  // what came with a post is small
         actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
       } else {
         services_.executor->Submit(transfer);
@@ -453,14 +472,14 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
   if (message.type == MessageType::kEndpoints) return services_.remote->SetEndpoints(process, std::string(message.GetText()));
   if (message.type == MessageType::kPullEnded)
     return services_.remote->EndPull(process, static_cast<uint32_t>(message.number), message.segment);
-  if (message.group_size < 1 || message.group_size > kLargestGroup || message.rank < 0 || message.rank >= message.group_size) return;
+  if (!message.HasRank()) return;
   Actions* actions = Actions::OfThisThread();
   {
     std::lock_guard lock(mutex_);
     switch (message.type) {
       case MessageType::kPost:
       case MessageType::kWithdrawn:
-        OnPost(process, message, actions);
+        OnPost(process, message, {}, actions);
         break;
       case MessageType::kRead:
         OnRead(process, message, actions);
@@ -485,7 +504,7 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
   Perform(actions);
 }
 
-void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
+void Rendezvous::OnPost(int process, const Message& message, ByteBuffer data, Actions* actions) {
   Meeting* meeting = MeetingFor(message);
   RemotePost& remote = meeting->slots[message.rank].remote;
   remote.posted = true;
@@ -494,6 +513,9 @@ void Rendezvous::OnPost(int process, const Message& message, Actions* actions) {
   remote.device = message.device;
   remote.signature = message.signature;
   remote.serial = message.serial;
+  remote.with_data = data.size() > 0;
+  remote.data = std::move(data);
+  remote.awaits_readers = message.number == 0;
   TakeEarlyNotices(meeting, process, message.serial, actions);
   remote.brought = message.GetText();
   if (services_.proxy->ByNetwork(process)) {

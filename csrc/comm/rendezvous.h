@@ -55,6 +55,7 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
     Trace* trace = nullptr;
     std::chrono::milliseconds timeout{300'000};
     std::chrono::milliseconds tick{1000};  // how often deadlines are looked at
+    int64_t posted_bytes = 0;              // what goes to a process of another host together with the post, if it is no more
   };
 
   explicit Rendezvous(const Services& services);
@@ -69,6 +70,7 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   void OnTransferDone(Transfer* transfer, Status status) override;
   void OnProcessConnected(int process) override;
   void OnMessage(int process, const Message& message, UniqueFd fd) override;
+  void OnMessageWithData(int process, const Message& message, ByteBuffer data) override;
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override;
 
@@ -118,6 +120,7 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   Status CheckRemote(const Meeting& meeting, int rank, uint32_t occurrence) const;
   void Enter(Meeting* meeting, LocalPost* post, const PostRequest& request, Actions* actions);
   void Announce(LocalPost* post, MessageType type, Actions* actions);
+  const PostedData* DataFor(const GroupPlan& plan, int rank, int process) const;
   void StartFlow(Meeting* meeting, int flow, Actions* actions);
   void EndFlow(Meeting* meeting, int flow, const Status& status, Actions* actions);
   TraceLabel LabelOf(const Meeting& meeting, int src, int dst) const;
@@ -129,7 +132,7 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   Status DeadlineError(const LocalPost& post) const;
   LocalPost* SenderOf(Meeting* meeting, int rank) const;
   LocalPost* ReceiverOf(Meeting* meeting, int rank) const;
-  void OnPost(int process, const Message& message, Actions* actions);
+  void OnPost(int process, const Message& message, ByteBuffer data, Actions* actions);
   void OnRead(int process, const Message& message, Actions* actions);
   void OnFailed(int process, const Message& message, Actions* actions);
 

@@ -13,6 +13,9 @@ struct Rendezvous::Actions {
   struct Outgoing {
     int process;
     Message message;
+    // What goes with the message: this part of an operand that stays valid until the message has been sent.
+    const PostedData* data = nullptr;
+    const std::byte* operand = nullptr;
   };
   struct Notice {
     CompletionLane* lane;
@@ -36,6 +39,7 @@ struct Rendezvous::Actions {
   std::vector<LocalPost*> cancelled;  // whose sends to other hosts shall end
   std::vector<Notice> notices;
   std::vector<Ended> ended;
+  ByteBuffer packed;  // scratch
   // A process that was cut off as dead has come back and learnt it by failing to send: what it read in the meantime may be rubbish.
   bool cut_off = false;
 

@@ -11,6 +11,22 @@ void Rendezvous::OnProcessConnected(int process) {
   if (services_.proxy->ByNetwork(process)) services_.remote->Connect(process);
 }
 
+// What the post brings to a process of another host; null: it fetches the bytes.
+const PostedData* Rendezvous::DataFor(const GroupPlan& plan, int rank, int process) const {
+  const PostedData* data = services_.proxy->ByNetwork(process) ? plan.PostedTo(rank, process) : nullptr;
+  return data != nullptr && data->bytes > 0 && data->bytes <= services_.posted_bytes ? data : nullptr;
+}
+
+void Rendezvous::OnMessageWithData(int process, const Message& message, ByteBuffer data) {
+  if (message.type != MessageType::kPost || !message.HasRank()) return;
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    OnPost(process, message, std::move(data), actions);
+  }
+  Perform(actions);
+}
+
 void Rendezvous::SendPull(const Transfer& transfer, const PullRequest& request) {
   // The meeting stays as it is while the transfer runs.
   const auto& meeting = *static_cast<const Meeting*>(transfer.owner);

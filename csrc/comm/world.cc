@@ -96,6 +96,9 @@ class World::Listeners : public ProxyListener {
     ProxyListener* listener = message.type < MessageType::kFlags ? listeners_.front() : listeners_.back();
     listener->OnMessage(process, message, std::move(fd));
   }
+  void OnMessageWithData(int process, const Message& message, ByteBuffer data) override {
+    listeners_.front()->OnMessageWithData(process, message, std::move(data));
+  }
   void OnProcessLost(int process, const std::string& how, bool in_order) override {
     for (ProxyListener* listener : listeners_) listener->OnProcessLost(process, how, in_order);
     remote_->Lose(process, how);  // after its operations have failed with the reason
@@ -157,7 +160,8 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                          .statistics = &world->statistics_,
                                                                          .trace = &world->trace_,
                                                                          .timeout = options.timeout,
-                                                                         .tick = TickFor(options.timeout)});
+                                                                         .tick = TickFor(options.timeout),
+                                                                         .posted_bytes = options.network.posted_bytes});
   world->remote_->SetControl(world->rendezvous_.get());
   std::vector<ProxyListener*> listeners = {world->rendezvous_.get()};
   if (!cuda_devices.empty()) {

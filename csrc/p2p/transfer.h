@@ -17,7 +17,8 @@
 
 namespace hoccl {
 
-// Memory that this process can read: its own (or a mapped segment), or another process's; or what a process sends by the network.
+// Memory that this process can read: its own (or a mapped segment), or another process's; or what a process sends by the network, unless
+// it has sent that already: then it is `local`.
 struct Source {
   const std::byte* local = nullptr;
   pid_t process = 0;     // when not 0, read from this process ...
