@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tabulate import tabulate
 from tqdm import tqdm
@@ -48,12 +50,45 @@ class Row:
             report.size_text(s.size),
             *(_rate(times, travel) for times in (s.hoccl, s.lax, self.tcp, self.libfabric)),
             f"{statistics.median(s.lax) / ours:.2f}",
+            f"{statistics.median(s.lax) / statistics.median(self.tcp):.2f}",
             share,
             of_libfabric,
         ]
 
 
-HEADERS = ["operation", "bytes/rank", "hoccl GB/s", "lax GB/s", "TCP GB/s", "libfabric GB/s", "hoccl / lax", "of TCP", "of libfabric"]
+HEADERS = [
+    "operation",
+    "bytes/rank",
+    "hoccl GB/s",
+    "lax GB/s",
+    "TCP GB/s",
+    "libfabric GB/s",
+    "hoccl / lax",
+    "TCP / lax",
+    "of TCP",
+    "of libfabric",
+]
+
+
+SMALL = (16, 4 << 10, 64 << 10, 256 << 10)  # bytes/rank
+SMALL_HEADERS = ["operation", "bytes/rank", "hoccl us", "lax us", "hoccl / lax"]
+
+
+def small_table(samples: Sequence[Samples]) -> str:
+    def cells(s: Samples) -> list[str]:
+        def times(seconds: Sequence[float]) -> str:
+            low, high = report.spread(seconds)
+            return f"{statistics.median(seconds) * 1e6:.0f} ({low * 1e6:.0f}..{high * 1e6:.0f})"
+
+        ratio = statistics.median(s.lax) / statistics.median(s.hoccl)
+        return [s.operation, report.size_text(s.size), times(s.hoccl), times(s.lax), f"{ratio:.2f}"]
+
+    ordered = sorted(samples, key=lambda s: (OPERATIONS.index(s.operation), s.size))
+    return tabulate([cells(s) for s in ordered], SMALL_HEADERS, tablefmt="github", disable_numparse=True)
+
+
+def cpu_table(rows: Sequence[tuple[str, float]]) -> str:
+    return tabulate([[name, f"{used:.2f}"] for name, used in rows], ["by", "CPU s/GiB"], tablefmt="github", disable_numparse=True)
 
 
 def travelling(operation: str, size: int) -> int:
@@ -144,6 +179,38 @@ def compare(hosts: Hosts, sizes: Sequence[int], repeats: int, transport_write: s
         Row(s, tcp[travelling(s.operation, s.size)], writes.get(travelling(s.operation, s.size), []))
         for s in sorted(samples, key=lambda s: (OPERATIONS.index(s.operation), s.size))
     ]
+
+
+def cpu_seconds(hosts: Hosts, size: int, calls: int, transport_write: str | None = None) -> list[tuple[str, float]]:
+    """CPU seconds, user and system, of both hosts together for each GiB that travels (in either direction), by who moves it."""
+    rows = []
+    for operation in OPERATIONS:
+        for library in ("hoccl", "lax"):
+            program = ["-m", "benchmarks.network_load", library, operation, str(size), str(calls)]
+            with HostRanks(hosts, program, devices=1, env=environment({})) as job:
+                outputs = [result.output for result in job.wait(600)]
+            found = [re.search(r"^CPU (\S+)$", output, re.MULTILINE) for output in outputs]
+            if not all(found):
+                raise SystemExit("\n".join(outputs))
+            used = sum(float(match[1]) for match in found if match)
+            rows.append((f"{library}, {operation}", used / (2 * calls * travelling(operation, size) / (1 << 30))))
+    config = Config.from_env()
+    plain: dict[str, Callable[[int], object]] = {"TCP": lambda repeats: raw_tcp(hosts, [size], config.net_lanes, repeats)}
+    if transport_write:
+        plain["libfabric"] = lambda repeats: libfabric(hosts, [size], config, repeats, transport_write)
+    for name, run in plain.items():
+        # What starting takes is the same for few and for many.
+        few, many = _children_cpu(run, 1), _children_cpu(run, 1 + calls)
+        rows.append((name, (many - few) / (2 * calls * size / (1 << 30))))
+    return rows
+
+
+def _children_cpu(run: Callable[[int], object], repeats: int) -> float:
+    """CPU seconds of the processes that `run` starts and awaits."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(repeats)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def sweep(hosts: Hosts, chunks: Sequence[int], in_flight: Sequence[int], repeats: int) -> dict[tuple[int, int], float]:

@@ -208,7 +208,7 @@ class Config:
     )
     net_posted_bytes: int = _setting(
         "HOCCL_NET_POSTED_BYTES",
-        256 << 10,
+        4 << 20,
         _integer(0, 64 << 20),
         "What an operation has for a process of another host goes there with its announcement if it is at most so many bytes, and is "
         "fetched by the receiver if it is more.",

@@ -60,14 +60,14 @@ SendOutcome Channel::Flush() {
   return SendOutcome::kSent;
 }
 
-ReceiveOutcome Channel::Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, ByteBuffer* data) {
-  return network_ ? ReceiveFrame(buffer, size, data) : ReceiveMessage(socket_, buffer, size, fd);
+ReceiveOutcome Channel::Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data, const Place& place) {
+  return network_ ? ReceiveFrame(buffer, size, data, place) : ReceiveMessage(socket_, buffer, size, fd);
 }
 
-ReceiveOutcome Channel::ReceiveFrame(std::span<std::byte> buffer, size_t* size, ByteBuffer* data) {
+ReceiveOutcome Channel::ReceiveFrame(std::span<std::byte> buffer, size_t* size, MessageData* data, const Place& place) {
   for (;;) {
     if (message_.empty()) {
-      ReceiveOutcome outcome = TakeMessage(buffer.size());
+      ReceiveOutcome outcome = TakeMessage(buffer.size(), place);
       if (outcome == ReceiveOutcome::kPeerGone) return outcome;
       if (outcome == ReceiveOutcome::kWouldBlock) {
         size_t got = 0;
@@ -77,12 +77,12 @@ ReceiveOutcome Channel::ReceiveFrame(std::span<std::byte> buffer, size_t* size, 
         continue;
       }
     }
-    if (data_there_ < data_.size()) {
-      size_t got = std::min(end_ - begin_, data_.size() - data_there_);
-      std::copy_n(received_.data() + begin_, got, data_.data() + data_there_);
+    if (data_there_ < data_bytes_) {
+      size_t got = std::min(end_ - begin_, data_bytes_ - data_there_);
+      std::copy_n(received_.data() + begin_, got, data_start_ + data_there_);
       begin_ += got;
       if (got == 0) {
-        const ReceiveOutcome outcome = Read(data_.data() + data_there_, data_.size() - data_there_, &got);
+        const ReceiveOutcome outcome = Read(data_start_ + data_there_, data_bytes_ - data_there_, &got);
         if (outcome != ReceiveOutcome::kReceived) return outcome;
       }
       data_there_ += got;
@@ -91,12 +91,13 @@ ReceiveOutcome Channel::ReceiveFrame(std::span<std::byte> buffer, size_t* size, 
     std::ranges::copy(message_, buffer.begin());
     *size = message_.size();
     message_.clear();
-    *data = std::move(data_);
+    data->placed = data_bytes_ > data_.size();
+    data->bytes = std::move(data_);
     return ReceiveOutcome::kReceived;
   }
 }
 
-ReceiveOutcome Channel::TakeMessage(size_t most) {
+ReceiveOutcome Channel::TakeMessage(size_t most, const Place& place) {
   if (received_.empty()) received_.resize(std::max(kReadBytes, sizeof(Head) + most));
   Head head;
   const size_t there = end_ - begin_;
@@ -109,8 +110,11 @@ ReceiveOutcome Channel::TakeMessage(size_t most) {
       const auto start = received_.begin() + static_cast<std::ptrdiff_t>(begin_ + sizeof(head));
       message_.assign(start, start + head.message_bytes);
       begin_ += sizeof(head) + head.message_bytes;
-      data_.Resize(head.data_bytes);
+      data_bytes_ = head.data_bytes;
       data_there_ = 0;
+      data_start_ = data_bytes_ > 0 ? place(message_, data_bytes_) : nullptr;
+      data_.Resize(data_start_ == nullptr ? data_bytes_ : 0);
+      if (data_start_ == nullptr) data_start_ = data_.data();
       return ReceiveOutcome::kReceived;
     }
   }

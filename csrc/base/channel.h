@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -15,8 +16,17 @@
 
 namespace hoccl {
 
+// What came with a message: in `bytes`, or in memory that the receiver had named.
+struct MessageData {
+  ByteBuffer bytes;
+  bool placed = false;
+};
+
 class Channel {
  public:
+  // Asked once for each message that brings data, before the data is received: where `data_bytes` shall go, or null.
+  using Place = std::function<std::byte*(std::span<const std::byte> message, size_t data_bytes)>;
+
   Channel() = default;
   static Channel Local(UniqueFd socket) { return {std::move(socket), false}; }
   static Channel Network(UniqueFd socket) { return {std::move(socket), true}; }
@@ -36,8 +46,8 @@ class Channel {
   // Until then a peer that sends data with a message is taken for gone.
   void AllowData() { data_allowed_ = true; }
 
-  // As ReceiveMessage. `data`: what came with the message.
-  ReceiveOutcome Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, ByteBuffer* data);
+  // As ReceiveMessage.
+  ReceiveOutcome Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data, const Place& place);
 
  private:
   struct Head {
@@ -48,9 +58,9 @@ class Channel {
   Channel(UniqueFd socket, bool network) : socket_(std::move(socket)), network_(network) {}
 
   SendOutcome SendFrame(std::span<const std::byte> message, std::span<const std::byte> data);
-  ReceiveOutcome ReceiveFrame(std::span<std::byte> buffer, size_t* size, ByteBuffer* data);
+  ReceiveOutcome ReceiveFrame(std::span<std::byte> buffer, size_t* size, MessageData* data, const Place& place);
   // Takes the next message out of what has been received, into `message_`. kWouldBlock: it isn't there yet.
-  ReceiveOutcome TakeMessage(size_t most);
+  ReceiveOutcome TakeMessage(size_t most, const Place& place);
   // kReceived: some bytes came.
   ReceiveOutcome Read(std::byte* to, size_t most, size_t* got);
 
@@ -65,6 +75,8 @@ class Channel {
   size_t end_ = 0;
   std::vector<std::byte> message_;  // empty: none is there whose data is yet to come
   ByteBuffer data_;
+  std::byte* data_start_ = nullptr;  // in data_, or where it was placed
+  size_t data_bytes_ = 0;
   size_t data_there_ = 0;
 };
 

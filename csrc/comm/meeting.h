@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/base/byte_buffer.h"
+#include "csrc/base/channel.h"
 #include "csrc/base/status.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/message.h"
@@ -64,8 +64,8 @@ struct RemotePost {
   int64_t device = 0;
   uint64_t signature = 0;
   Source source;
-  bool with_data = false;  // what is read of its operand has come with it:
-  ByteBuffer data;
+  bool with_data = false;  // what is read of its operand has come with it, and is here or, if placed, in the result
+  MessageData data;
   bool awaits_readers = true;  // its process waits to be told that nobody reads it any more
   uint64_t serial = 0;         // of its process's meeting, Meeting::serial there
   int unread = 0;              // flows from it into this process, yet to end

@@ -34,8 +34,11 @@ class ProxyListener {
   virtual void OnProcessConnected(int process) = 0;
   // `fd` is the descriptor that came with the message, if any.
   virtual void OnMessage(int process, const Message& message, UniqueFd fd) = 0;
-  // The same for a message that has brought data, by the network.
-  virtual void OnMessageWithData(int process, const Message& message, ByteBuffer data) = 0;
+  // A message brings data along, by the network: where shall it go? Null: to a buffer. The memory must stay valid until the process is lost
+  // or the message is there.
+  virtual std::byte* OnDataComing(int process, const Message& message, size_t bytes) = 0;
+  // It is there.
+  virtual void OnMessageWithData(int process, const Message& message, MessageData data) = 0;
   // The process has died, or left `in_order`; nothing more comes from it.
   virtual void OnProcessLost(int process, const std::string& how, bool in_order) = 0;
   // Comes now and then, at least once in ProxyOptions::tick.

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -155,8 +156,8 @@ bool Proxy::Greet(Newcomer* newcomer) {
   Message hello;
   size_t size = 0;
   UniqueFd segment;
-  ByteBuffer data;  // nobody who has not said who it is can send any
-  const ReceiveOutcome outcome = newcomer->channel.Receive(std::as_writable_bytes(std::span(&hello, 1)), &size, &segment, &data);
+  MessageData data;  // nobody who has not said who it is can send any
+  const ReceiveOutcome outcome = newcomer->channel.Receive(std::as_writable_bytes(std::span(&hello, 1)), &size, &segment, &data, {});
   if (outcome == ReceiveOutcome::kWouldBlock) return false;
   if (outcome == ReceiveOutcome::kPeerGone || !hello.HasSize(size) || hello.type != MessageType::kHello) return true;
   const std::string text(hello.GetText());
@@ -192,12 +193,17 @@ bool Proxy::Greet(Newcomer* newcomer) {
 
 void Proxy::Receive(int process) {
   Peer& peer = *peers_[process];
+  const Channel::Place place = [this, process](std::span<const std::byte> bytes, size_t data_bytes) -> std::byte* {
+    Message message;
+    std::memcpy(&message, bytes.data(), bytes.size());
+    return message.HasSize(bytes.size()) ? listener_->OnDataComing(process, message, data_bytes) : nullptr;
+  };
   for (;;) {
     Message message;
     size_t size = 0;
     UniqueFd fd;
-    ByteBuffer data;
-    const ReceiveOutcome outcome = peer.in.Receive(std::as_writable_bytes(std::span(&message, 1)), &size, &fd, &data);
+    MessageData data;
+    const ReceiveOutcome outcome = peer.in.Receive(std::as_writable_bytes(std::span(&message, 1)), &size, &fd, &data, place);
     if (outcome == ReceiveOutcome::kWouldBlock) return;
     if (outcome == ReceiveOutcome::kPeerGone || !message.HasSize(size)) {
       return Lose(process, peer.left ? "has left" : "has died (its connection is closed)", peer.left);
@@ -206,7 +212,7 @@ void Proxy::Receive(int process) {
     if (message.type == MessageType::kHeartbeat) continue;
     if (message.type == MessageType::kGoodbye) {
       peer.left = true;
-    } else if (data.size() > 0) {
+    } else if (data.placed || data.bytes.size() > 0) {
       listener_->OnMessageWithData(process, message, std::move(data));
     } else {
       listener_->OnMessage(process, message, std::move(fd));

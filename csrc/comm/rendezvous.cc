@@ -294,7 +294,9 @@ Status Rendezvous::CheckRemote(const Meeting& meeting, int rank, uint32_t occurr
   if (remote.withdrawn) return {};
   if (remote.signature == meeting.plan->signature) {
     const PostedData* data = remote.with_data ? meeting.plan->PostedTo(rank, services_.process) : nullptr;
-    if (!remote.with_data || (data != nullptr && data->bytes == static_cast<int64_t>(remote.data.size()))) return {};
+    if (!remote.with_data ||
+        (data != nullptr && (remote.data.placed || remote.released || data->bytes == static_cast<int64_t>(remote.data.bytes.size()))))
+      return {};
   }
   return InvalidArgument("ranks disagree in " + meeting.Describe(occurrence) + " (this is what process " +
                          std::to_string(services_.process) + " brought" + (meeting.plan->program == nullptr ? "" : ", by a plan") +
@@ -313,7 +315,7 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
     RemotePost& remote = meeting->slots[flow.src].remote;
     if (remote.withdrawn) return;
     source = remote.source;
-    if (remote.with_data) source.local = remote.data.data();
+    if (remote.with_data) source.local = remote.data.bytes.data();
     ++remote.active;
   }
   ++receiver->active;
@@ -504,7 +506,7 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
   Perform(actions);
 }
 
-void Rendezvous::OnPost(int process, const Message& message, ByteBuffer data, Actions* actions) {
+void Rendezvous::OnPost(int process, const Message& message, MessageData data, Actions* actions) {
   Meeting* meeting = MeetingFor(message);
   RemotePost& remote = meeting->slots[message.rank].remote;
   remote.posted = true;
@@ -513,7 +515,7 @@ void Rendezvous::OnPost(int process, const Message& message, ByteBuffer data, Ac
   remote.device = message.device;
   remote.signature = message.signature;
   remote.serial = message.serial;
-  remote.with_data = data.size() > 0;
+  remote.with_data = data.placed || data.bytes.size() > 0;
   remote.data = std::move(data);
   remote.awaits_readers = message.number == 0;
   TakeEarlyNotices(meeting, process, message.serial, actions);

@@ -14,6 +14,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <memory_resource>
 #include <mutex>
@@ -70,9 +71,13 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   void OnTransferDone(Transfer* transfer, Status status) override;
   void OnProcessConnected(int process) override;
   void OnMessage(int process, const Message& message, UniqueFd fd) override;
-  void OnMessageWithData(int process, const Message& message, ByteBuffer data) override;
+  std::byte* OnDataComing(int process, const Message& message, size_t bytes) override;
+  void OnMessageWithData(int process, const Message& message, MessageData data) override;
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override;
+
+  // The proxy has been stopped: no data comes any more.
+  void OnProxyStopped();
 
   // Waits until this process has forwarded what others need of it, in operations that its own ranks are done with; not longer than `most`.
   void AwaitForwarding(std::chrono::milliseconds most);
@@ -97,6 +102,13 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
     size_t operator()(const SiteRun& key) const {
       return static_cast<size_t>(key.site ^ (static_cast<uint64_t>(key.run) * 0x9e3779b97f4a7c15ull));
     }
+  };
+
+  // Data that is being received straight into a result: the flow runs until it is there.
+  struct Arrival {
+    Meeting* meeting = nullptr;
+    int flow = 0;
+    Clock::time_point begin;
   };
 
   struct Lost {
@@ -132,7 +144,8 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   Status DeadlineError(const LocalPost& post) const;
   LocalPost* SenderOf(Meeting* meeting, int rank) const;
   LocalPost* ReceiverOf(Meeting* meeting, int rank) const;
-  void OnPost(int process, const Message& message, ByteBuffer data, Actions* actions);
+  void OnPost(int process, const Message& message, MessageData data, Actions* actions);
+  void EndArrival(int process, const Status& status, Actions* actions);
   void OnRead(int process, const Message& message, Actions* actions);
   void OnFailed(int process, const Message& message, Actions* actions);
 
@@ -177,6 +190,7 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   LocalPost* oldest_ = nullptr;  // waiting posts, by age
   LocalPost* newest_ = nullptr;
   std::vector<Lost> lost_;                 // by process
+  std::map<int, Arrival> arrivals_;        // by process, which sends one thing after the other
   std::vector<StepNotice> early_notices_;  // of meetings that their processes have not announced yet
   uint64_t last_serial_ = 0;
   std::condition_variable forwarded_;

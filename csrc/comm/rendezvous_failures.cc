@@ -128,6 +128,7 @@ void Rendezvous::OnProcessLost(int process, const std::string& how, bool in_orde
       }
       EraseIfOver(meeting);
     });
+    EndArrival(process, Unavailable(how), actions);
   }
   Perform(actions);
 }

@@ -1,4 +1,5 @@
 // The part of the rendezvous that serves the way between hosts: requests of receivers there, and what the remote path asks and reports.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -6,6 +7,11 @@
 #include "csrc/comm/rendezvous_actions.h"
 
 namespace hoccl {
+namespace {
+
+constexpr int64_t kMostBackground = 32 << 10;
+
+}  // namespace
 
 void Rendezvous::OnProcessConnected(int process) {
   if (services_.proxy->ByNetwork(process)) services_.remote->Connect(process);
@@ -14,15 +20,73 @@ void Rendezvous::OnProcessConnected(int process) {
 // What the post brings to a process of another host; null: it fetches the bytes.
 const PostedData* Rendezvous::DataFor(const GroupPlan& plan, int rank, int process) const {
   const PostedData* data = services_.proxy->ByNetwork(process) ? plan.PostedTo(rank, process) : nullptr;
-  return data != nullptr && data->bytes > 0 && data->bytes <= services_.posted_bytes ? data : nullptr;
+  // What is in the background must not keep others' posts waiting behind it.
+  const bool background = plan.call->operation.priority == Priority::kBackground;
+  const int64_t most = background ? std::min(kMostBackground, services_.posted_bytes) : services_.posted_bytes;
+  return data != nullptr && data->bytes > 0 && data->bytes <= most ? data : nullptr;
 }
 
-void Rendezvous::OnMessageWithData(int process, const Message& message, ByteBuffer data) {
+// Into the result, if its rank is here already and takes the data as it comes.
+std::byte* Rendezvous::OnDataComing(int process, const Message& message, size_t bytes) {
+  if (message.type != MessageType::kPost || !message.HasRank()) return nullptr;
+  std::lock_guard lock(mutex_);
+  const auto entry = meetings_.find({message.key.site, message.key.run});
+  Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second;
+  const auto is_meant = [&message](const Meeting& other) {
+    return other.key == message.key && static_cast<int>(other.slots.size()) == message.group_size &&
+           !other.slots[message.rank].remote.posted;
+  };
+  while (meeting != nullptr && !is_meant(*meeting)) meeting = meeting->next;
+  if (meeting == nullptr || meeting->failed() || meeting->plan == nullptr || meeting->plan->signature != message.signature) return nullptr;
+  const PostedData* data = meeting->plan->PostedTo(message.rank, services_.process);
+  if (data == nullptr || data->bytes != static_cast<int64_t>(bytes) || data->places.size() != 1) return nullptr;
+  const int index = data->places.front().flow;
+  const Flow& flow = meeting->plan->call->flows[index];
+  LocalPost* receiver = ReceiverOf(meeting, flow.dst);
+  if (receiver == nullptr || flow.copy.rows != 1 || flow.copy.planes != 1) return nullptr;
+  RemotePost& remote = meeting->slots[message.rank].remote;
+  remote.process = process;
+  remote.source = {.sender = process};
+  ++remote.active;
+  ++receiver->active;
+  meeting->flows[index] = FlowState::kRunning;
+  Transfer* transfer = &meeting->transfers[index];
+  transfer->Start(remote.source, receiver->result, flow.copy, false, this);
+  if (services_.trace->on()) {
+    transfer->label = LabelOf(*meeting, flow.src, flow.dst);
+    transfer->label.peer = process;
+  }
+  arrivals_[process] = {meeting, index, Clock::now()};
+  return receiver->result + flow.copy.dst_offset;
+}
+
+void Rendezvous::EndArrival(int process, const Status& status, Actions* actions) {
+  const auto entry = arrivals_.find(process);
+  if (entry == arrivals_.end()) return;
+  const Arrival arrival = entry->second;
+  arrivals_.erase(entry);
+  const Transfer& transfer = arrival.meeting->transfers[arrival.flow];
+  if (transfer.label.operation != nullptr) services_.trace->AddChunk(transfer.label, transfer.bytes(), arrival.begin, Clock::now());
+  EndFlow(arrival.meeting, arrival.flow, status, actions);
+  EraseIfOver(arrival.meeting);
+}
+
+void Rendezvous::OnProxyStopped() {
+  Actions* actions = Actions::OfThisThread();
+  {
+    std::lock_guard lock(mutex_);
+    while (!arrivals_.empty()) EndArrival(arrivals_.begin()->first, Aborted(closed_), actions);
+  }
+  Perform(actions);
+}
+
+void Rendezvous::OnMessageWithData(int process, const Message& message, MessageData data) {
   if (message.type != MessageType::kPost || !message.HasRank()) return;
   Actions* actions = Actions::OfThisThread();
   {
     std::lock_guard lock(mutex_);
     OnPost(process, message, std::move(data), actions);
+    EndArrival(process, {}, actions);
   }
   Perform(actions);
 }

@@ -105,7 +105,8 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
 
   void OnProcessConnected(int process) override;
   void OnMessage(int process, const Message& message, UniqueFd fd) override;
-  void OnMessageWithData(int /*process*/, const Message& /*message*/, ByteBuffer /*data*/) override {}
+  std::byte* OnDataComing(int /*process*/, const Message& /*message*/, size_t /*bytes*/) override { return nullptr; }
+  void OnMessageWithData(int /*process*/, const Message& /*message*/, MessageData /*data*/) override {}
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
   void OnTick() override {}  // the devices' threads keep their own time
 

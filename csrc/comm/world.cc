@@ -96,7 +96,10 @@ class World::Listeners : public ProxyListener {
     ProxyListener* listener = message.type < MessageType::kFlags ? listeners_.front() : listeners_.back();
     listener->OnMessage(process, message, std::move(fd));
   }
-  void OnMessageWithData(int process, const Message& message, ByteBuffer data) override {
+  std::byte* OnDataComing(int process, const Message& message, size_t bytes) override {
+    return listeners_.front()->OnDataComing(process, message, bytes);
+  }
+  void OnMessageWithData(int process, const Message& message, MessageData data) override {
     listeners_.front()->OnMessageWithData(process, message, std::move(data));
   }
   void OnProcessLost(int process, const std::string& how, bool in_order) override {
@@ -211,6 +214,7 @@ World::~World() {
   if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
   if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others
   if (proxy_ != nullptr) proxy_->Stop();
+  if (rendezvous_ != nullptr) rendezvous_->OnProxyStopped();
   if (remote_ != nullptr) remote_->Stop();
   stream_futures_.reset();
   streams_.reset();

@@ -33,16 +33,16 @@ enum class Schedule { kAuto, kPlan, kDirect };
 
 // How processes of different hosts reach each other.
 struct NetworkOptions {
-  std::string provider = "tcp";      // of libfabric
-  std::string interface = {};        // name or address; empty: that which leads to ...
-  std::string coordinator = {};      // ... this host; empty too: the process can't be reached from other hosts
-  PortRange ports = {};              // for control connections
-  int lanes = 2;                     // connections that carry data to each process
-  int64_t chunk_bytes = 1 << 20;     // of a write
-  int in_flight = 8;                 // writes to each process at a time
-  int64_t posted_bytes = 256 << 10;  // what goes to a process together with the post, if it is no more
-  bool always_stage = false;         // through staging buffers even where memory needs none
-  bool between_nodes = false;        // between processes of one host too, when they belong to different nodes
+  std::string provider = "tcp";    // of libfabric
+  std::string interface = {};      // name or address; empty: that which leads to ...
+  std::string coordinator = {};    // ... this host; empty too: the process can't be reached from other hosts
+  PortRange ports = {};            // for control connections
+  int lanes = 2;                   // connections that carry data to each process
+  int64_t chunk_bytes = 1 << 20;   // of a write
+  int in_flight = 8;               // writes to each process at a time
+  int64_t posted_bytes = 4 << 20;  // what goes to a process together with the post, if it is no more
+  bool always_stage = false;       // through staging buffers even where memory needs none
+  bool between_nodes = false;      // between processes of one host too, when they belong to different nodes
   std::chrono::milliseconds heartbeat_timeout{30'000};
   TransportFactory make_transport = {};  // in place of the one that this build has
 };

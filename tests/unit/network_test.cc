@@ -249,18 +249,16 @@ TEST_F(FaultTest, BrokenDataConnectionIsALostProcess) {
 }
 
 // A transport that would fail every operation, were it asked: what comes with posts needs none.
-class PostedDataTest : public FaultTest {
+class PostedDataTest : public testing::Test {
  protected:
-  PostedDataTest() { network_.Break(1); }
+  WorldOptions options() { return OptionsFor({.name = "posted", .posted_bytes = 1 << 20}, &network_); }
 
-  WorldOptions options() {
-    WorldOptions options = OptionsFor({.posted_bytes = 1 << 20}, &network_);
-    return options;
-  }
+  LoopbackNetwork network_;
 };
 
 TEST_F(PostedDataTest, OperandsComeWithPostsInWhateverShape) {
   Job job(2, 2, options(), {0, 1}, true);
+  network_.Break(1);
   int64_t site = 0;
   for (int64_t run = 0; run < 3; ++run) {
     RunAndCheck(&job, AllGather(1), ++site, run);
@@ -276,12 +274,13 @@ TEST_F(PostedDataTest, OperandsComeWithPostsInWhateverShape) {
 
 TEST_F(PostedDataTest, OperandWithoutAnswerIsHeldUntilItIsRead) {
   Job job(2, 1, options(), {0, 1}, true);
+  network_.Break(1);
   const auto call = MakeCall({.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {1000}, .pairs = {{0, 1}}}, {{0, 1}}, 1);
-  Bytes operand = RandomBytes(4000, 1), result(4000), nothing(4000);
+  Bytes operand = RandomBytes(4000, 1), other = RandomBytes(4000, 2), result(4000), nothing(4000);
   Instance sender(call), receiver(call);
   std::future<Status> sent = sender.Start(job.WorldOf(0), 0, 1, operand.data(), nothing.data());
   EXPECT_EQ(sent.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);  // or else it could run away from its receiver
-  std::future<Status> received = receiver.Start(job.WorldOf(1), 1, 1, RandomBytes(4000, 2).data(), result.data());
+  std::future<Status> received = receiver.Start(job.WorldOf(1), 1, 1, other.data(), result.data());
   EXPECT_TRUE(received.get().ok());
   EXPECT_TRUE(sent.get().ok());
   EXPECT_EQ(result, operand);

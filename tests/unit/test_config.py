@@ -46,6 +46,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "HOCCL_NET_LANES": ("4", 4),
         "HOCCL_NET_CHUNK_BYTES": ("65536", 65536),
         "HOCCL_NET_IN_FLIGHT": ("2", 2),
+        "HOCCL_NET_POSTED_BYTES": ("65536", 65536),
         "HOCCL_NET_STAGING": ("on", "on"),
         "HOCCL_NET_BETWEEN": ("nodes", "nodes"),
     }
