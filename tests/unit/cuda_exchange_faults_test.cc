@@ -38,16 +38,19 @@ struct Form {
   int processes;
   int each;
   bool by_network = false;  // what connects the processes
+
+  // Hosts have a GPU each. Processes that share one share its hardware queues too, where a rank's stream may hold up another's.
+  int GpuOf(int rank) const { return by_network ? rank : rank % each; }
 };
 
 // The ranks' side of it, which is the test's and doesn't fail: devices, streams and memory.
 struct Ranks {
   std::vector<CudaRank> ranks;
 
-  Ranks(const cuda::Driver& driver, int each) {
+  Ranks(const cuda::Driver& driver, const Form& form) {
     for (int i = 0; i < 2; ++i) {
       CudaRank& rank = ranks.emplace_back();
-      rank.cuda = Must(CudaDevice::Attach(driver, i % each));
+      rank.cuda = Must(CudaDevice::Attach(driver, form.GpuOf(i)));
       rank.stream = std::make_unique<ProgramStream>(*rank.cuda);
       rank.operand = Must(DeviceMemory::Allocate(*rank.cuda, 8 << 20));
       rank.result = Must(DeviceMemory::Allocate(*rank.cuda, 16 << 20));
@@ -86,7 +89,8 @@ class Life {
         options.node_id = std::to_string(process);
       }
       for (int i = 0; i < form_.each; ++i)
-        options.devices.push_back({.global_id = process * form_.each + i, .local_ordinal = i, .platform = Platform::kCuda});
+        options.devices.push_back(
+            {.global_id = process * form_.each + i, .local_ordinal = form_.GpuOf(process * form_.each + i), .platform = Platform::kCuda});
       Result<std::unique_ptr<World>> world = World::Start(options);
       if (!world.ok()) return world.status();
       worlds_.push_back(*std::move(world));
@@ -201,7 +205,7 @@ TEST_P(FakeCudaExchangeFaultsTest, EveryCallMayFail) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "A failure lets all streams go, and what they still copy then races: that is no finding.";
 #endif
-  const Ranks ranks(driver(), GetParam().each);
+  const Ranks ranks(driver(), GetParam());
   Fake().fakeCudaReset();
   std::map<std::string, long> calls;
   ASSERT_OK(Life(GetParam(), ranks).Live());

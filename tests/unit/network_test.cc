@@ -251,7 +251,11 @@ TEST_F(FaultTest, BrokenDataConnectionIsALostProcess) {
 // A transport that would fail every operation, were it asked: what comes with posts needs none.
 class PostedDataTest : public testing::Test {
  protected:
-  WorldOptions options() { return OptionsFor({.name = "posted", .posted_bytes = 1 << 20}, &network_); }
+  WorldOptions options() {
+    WorldOptions options = OptionsFor({.name = "posted", .posted_bytes = 1 << 20}, &network_);
+    options.schedule = Schedule::kDirect;
+    return options;
+  }
 
   LoopbackNetwork network_;
 };
