@@ -4,6 +4,8 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 
 #include "csrc/comm/stream_exchange_parts.h"
@@ -20,6 +22,12 @@ constexpr std::chrono::microseconds kPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 constexpr int kPauses = 64;
 constexpr std::chrono::milliseconds kWatch{50};
+
+// Then what the executor copies within a device, which the driver may do by a kernel, would stand behind all streams' waits.
+bool HasOneHardwareQueue() {
+  const char* queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  return queues != nullptr && std::string_view(queues) == "1";
+}
 
 void Relax() {
 #if defined(__x86_64__)
@@ -155,8 +163,8 @@ Status StreamExchange::GetResources(Binding* binding) {
   int64_t own_bytes = 0;
   for (const StridedCopy& copy : binding->own_) own_bytes += copy.bytes();
   const Sides sides = SidesOf(binding->plan_->call->operation.kind);
-  binding->own_by_executor_ = (binding->plan_->call->beside || own_bytes >= kLargeOwnBytes) && sides.sends && sides.receives &&
-                              !binding->own_.empty() && !binding->out_.empty();
+  const bool by_executor = (binding->plan_->call->beside || own_bytes >= kLargeOwnBytes) && !HasOneHardwareQueue();
+  binding->own_by_executor_ = by_executor && sides.sends && sides.receives && !binding->own_.empty() && !binding->out_.empty();
   const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size() + (binding->own_by_executor_ ? 1 : 0));
   const Result<uint32_t> slot = resources_->flags->AcquireSlots(slots);
   if (!slot.ok()) return slot.status();

@@ -214,7 +214,7 @@ inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, i
 }
 
 // Of every kind but messages and ragged all-to-alls.
-inline std::vector<std::shared_ptr<const Call>> SomeCalls(int ranks, Priority priority) {
+inline std::vector<std::shared_ptr<const Call>> SomeCalls(int ranks, Priority priority, bool beside = false) {
   std::vector<int64_t> all;
   std::vector<std::pair<int, int>> ring;
   std::vector<Block> blocks;  // two of each rank for the next one, of different sizes, and one for itself; rows 6 to 8 stay
@@ -244,7 +244,8 @@ inline std::vector<std::shared_ptr<const Call>> SomeCalls(int ranks, Priority pr
   std::vector<std::shared_ptr<const Call>> calls;
   for (Operation operation : operations) {
     operation.priority = priority;
-    calls.push_back(MakeCall(operation, {all}, static_cast<int64_t>(calls.size()) + (priority == Priority::kBackground ? 100 : 0)));
+    const int64_t site = static_cast<int64_t>(calls.size()) + (priority == Priority::kBackground ? 100 : 0);
+    calls.push_back(MakeCall(operation, {all}, site, 0, beside));
   }
   return calls;
 }

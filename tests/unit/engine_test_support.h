@@ -90,10 +90,11 @@ class Instance {
   World::GroupPlans plans_;
 };
 
-inline std::shared_ptr<const Call> MakeCall(Operation operation, std::vector<std::vector<int64_t>> groups, int64_t site, int ordinal = 0) {
+inline std::shared_ptr<const Call> MakeCall(Operation operation, std::vector<std::vector<int64_t>> groups, int64_t site, int ordinal = 0,
+                                            bool beside = false) {
   operation.group_size = static_cast<int>(groups[0].size());
   Result<std::shared_ptr<const Call>> call =
-      Call::Make(std::move(operation), std::move(groups), {.module = "test", .site = site, .ordinal = ordinal});
+      Call::Make(std::move(operation), std::move(groups), {.module = "test", .site = site, .ordinal = ordinal}, beside);
   EXPECT_TRUE(call.ok()) << call.status().ToString();
   return *call;
 }
