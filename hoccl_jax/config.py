@@ -140,8 +140,8 @@ class Config:
         "HOCCL_IN_STREAM_BYTES",
         1 << 40,
         _integer(0, 1 << 40),
-        "On GPUs, foreground transfers of at most so many bytes whose receiver has posted run in the sender's own stream; others through "
-        "the proxy.",
+        "On GPUs, foreground transfers of at most so many bytes whose receiver has posted, of operations with overlap=False, run in the "
+        "sender's own stream; others through the proxy.",
     )
     patience_us: int = _setting(
         "HOCCL_PATIENCE_US",

@@ -1,7 +1,6 @@
 // Two processes whose CUDA devices only the network connects, over libfabric, and what happens when one of them is killed. The second
 // process is this program again, with a socket to the first one as argument.
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include "csrc/base/local_socket.h"
 #include "csrc/net/open_transport.h"
 #include "tests/unit/cuda_exchange_test_support.h"
+#include "tests/unit/peer_process_support.h"
 
 namespace hoccl {
 namespace {
@@ -83,16 +83,7 @@ class CudaNetworkProcessTest : public cuda::CudaTest {
   void SetUp() override {
     if (!HasTransport()) GTEST_SKIP() << "this build has no transport";
     CudaTest::SetUp();
-    int ends[2];
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0, ends), 0);
-    socket_.reset(ends[0]);
-    peer_ = fork();
-    if (peer_ == 0) {
-      const std::string end = std::to_string(ends[1]);
-      execl("/proc/self/exe", "cuda_network_process_test", kPeerArgument, end.c_str(), nullptr);
-      _exit(127);
-    }
-    close(ends[1]);
+    peer_ = StartPeerProcess(kPeerArgument, &socket_);
     ASSERT_GT(peer_, 0);
   }
 

@@ -1,7 +1,6 @@
 // Two processes: one hands its memory and its flags to the other, which copies into that memory and says so by a flag. The second process
 // is this program again, with a socket to the first one as argument.
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 #include "csrc/device/cuda/memory_cache.h"
 #include "csrc/stream/flags.h"
 #include "tests/unit/cuda_test_support.h"
+#include "tests/unit/peer_process_support.h"
 
 namespace hoccl::cuda {
 namespace {
@@ -85,16 +85,7 @@ Status RunPeer(const UniqueFd& socket) {
 class CudaProcessTest : public CudaTest {
  protected:
   void StartPeer() {
-    int ends[2];
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0, ends), 0);
-    socket_.reset(ends[0]);
-    peer_ = fork();
-    if (peer_ == 0) {
-      const std::string end = std::to_string(ends[1]);
-      execl("/proc/self/exe", "cuda_process_test", kPeerArgument, end.c_str(), nullptr);
-      _exit(127);
-    }
-    close(ends[1]);
+    peer_ = StartPeerProcess(kPeerArgument, &socket_);
     ASSERT_GT(peer_, 0);
   }
 

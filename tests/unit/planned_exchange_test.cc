@@ -31,13 +31,7 @@ TEST(PlannedExchangeTest, RandomOperationsOverRandomNodesDeliverEveryByte) {
   for (size_t i = 0; i < std::size(kLayouts); ++i) {
     const Layout& layout = kLayouts[i];
     Job job(layout.processes, layout.devices_each, Planned(i % 2 == 0 ? CrossMemory::kAuto : CrossMemory::kOff), layout.nodes);
-    for (int64_t site = 0; site < 10; ++site) {
-      std::vector<int64_t> group;
-      for (int device : random.Permutation(job.devices())) group.push_back(device);
-      group.resize(static_cast<size_t>(2 + random.Below(job.devices() - 1)));
-      const auto call = MakeCall(RandomOperation(&random, static_cast<int>(group.size())), {group}, site);
-      for (int64_t run = 0; run < 2; ++run) RunOnAll(job, call, run, &random);
-    }
+    RunRandomOperations(job, 10, &random);
     EXPECT_GT(CounterOf(job, "plans/operations"), 0);
     EXPECT_GT(CounterOf(job, "plans/staged_bytes"), 0);
     EXPECT_EQ(CounterOf(job, "failures"), 0);

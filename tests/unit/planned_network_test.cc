@@ -77,13 +77,7 @@ TEST_P(PlannedNetworkTest, RandomOperationsDeliverEveryByte) {
   Random random(11);
   for (const Layout& layout : kLayouts) {
     Job job(layout.processes, layout.devices_each, options(), layout.nodes, true);
-    for (int64_t site = 0; site < kSites; ++site) {
-      std::vector<int64_t> group;
-      for (int device : random.Permutation(job.devices())) group.push_back(device);
-      group.resize(static_cast<size_t>(2 + random.Below(job.devices() - 1)));
-      const auto call = MakeCall(RandomOperation(&random, static_cast<int>(group.size())), {group}, site);
-      for (int64_t run = 0; run < 2; ++run) RunOnAll(job, call, run, &random);
-    }
+    RunRandomOperations(job, kSites, &random);
     EXPECT_GT(CounterOf(job, "plans/operations"), 0);
     EXPECT_GT(CounterOf(job, "bytes/nic"), 0);
     EXPECT_EQ(CounterOf(job, "failures"), 0);

@@ -137,6 +137,17 @@ inline int64_t CounterOf(Job& job, const std::string& wanted) {
   return sum;
 }
 
+// Random operations over random groups of the job's devices, twice each.
+inline void RunRandomOperations(Job& job, int64_t sites, Random* random) {
+  for (int64_t site = 0; site < sites; ++site) {
+    std::vector<int64_t> group;
+    for (int device : random->Permutation(job.devices())) group.push_back(device);
+    group.resize(static_cast<size_t>(2 + random->Below(job.devices() - 1)));
+    const auto call = MakeCall(RandomOperation(random, static_cast<int>(group.size())), {group}, site);
+    for (int64_t run = 0; run < 2; ++run) RunOnAll(job, call, run, random);
+  }
+}
+
 }  // namespace hoccl
 
 #endif  // HOCCL_TESTS_UNIT_PLANNED_TEST_SUPPORT_H_

@@ -93,6 +93,17 @@ def test_compiled_programs_fail_after_shutdown_and_run_after_init() -> None:
     np.testing.assert_array_equal(program(x), rotated(x))
 
 
+@pytest.mark.parametrize(("started", "given", "wanted"), [(False, None, "32"), (False, "1", "1"), (True, None, None)])
+def test_jax_gets_all_hardware_queues(started: bool, given: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has said how many, or JAX has started and the driver read the variable."""
+    monkeypatch.setattr(runtime.xla_bridge, "backends_are_initialized", lambda: started)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given or "")
+    if given is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    runtime._take_all_hardware_queues()
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == wanted
+
+
 def test_threads_start_it_once() -> None:
     hoccl_jax.shutdown()
     incarnation = runtime._state.incarnation
