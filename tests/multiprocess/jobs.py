@@ -14,7 +14,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 _PACKAGE_PARENT = str(pathlib.Path(hoccl_jax.__file__).parents[1])  # ranks use the package that this process uses, installed or not
 
-DEADLINE_S = 120.0  # for a whole job on a loaded machine
+DEADLINE_S = 200.0  # for a whole job on a loaded machine
 
 
 def lost(process: int) -> str:

@@ -14,8 +14,8 @@ from tests.multiprocess import jobs
     [
         (2, 4, "auto", 1, 50),
         (4, 2, "auto", 2, 30),
-        pytest.param(2, 4, "off", 3, 50, marks=pytest.mark.any_jax),
-        pytest.param(4, 2, "off", 4, 30, marks=pytest.mark.any_jax),
+        pytest.param(2, 4, "off", 3, 25, marks=pytest.mark.any_jax),
+        pytest.param(4, 2, "off", 4, 15, marks=pytest.mark.any_jax),
     ],
 )
 def test_random_cases_over_processes(processes: int, devices: int, cross_memory: str, seed: int, count: int) -> None:
