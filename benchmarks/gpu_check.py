@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_check                one GPU, shared by two processes
     python -m benchmarks.gpu_check --network      the same, and only the network connects the processes
-    python -m benchmarks.gpu_check --two          two GPUs: bandwidth, latency, interference and end to end, beside jax.lax (NCCL)
+    python -m benchmarks.gpu_check --gpus 2       several GPUs: bandwidth, latency, interference and end to end, beside jax.lax (NCCL) and
+                                                  the simulator's prediction; from four on also as two nodes, of half of the GPUs each
 
 The page docs/results/<--page>.md is written with the date, the driver and the versions. --nobuild takes the extension and the C++ tests as
 they are (--tests names the folder of the latter).
@@ -24,15 +25,16 @@ from typing import Any
 
 from absl import app, flags
 
+from benchmarks import nvswitch
 from hoccl_jax.tools import launch
 
 FLAGS = flags.FLAGS
-flags.DEFINE_bool("two", False, "Measure two GPUs beside jax.lax, instead of checking one.")
+flags.DEFINE_integer("gpus", 1, "Measure so many GPUs of this machine beside jax.lax, instead of checking one.", lower_bound=1)
 flags.DEFINE_bool("network", False, "Check two processes of one GPU that only the network connects.")
 flags.DEFINE_bool("build", True, "Build the extension in place and the C++ tests first.")
 flags.DEFINE_string("tests", "build/gpu/tests", "Folder of the C++ tests.")
 flags.DEFINE_bool("dryrun", False, "On CPU devices with small sizes: shows that the script works, measures nothing, writes no page.")
-flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date>, h200-network-<date> or h200x2-<date>).")
+flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date>, h200-network-<date> or h200x<gpus>-<date>).")
 flags.DEFINE_float("seconds", 60, "How long the random operations run, for each form of memory.", lower_bound=1)
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -50,6 +52,11 @@ _DRY: dict[str, Any] = {
     "count": 6,
     "width": 64,
 }
+
+# The processes of a job are two nodes, which only the network connects.
+_NODES = {"GPU_WORKER_NODES": "2", "HOCCL_NET_BETWEEN": "nodes"}
+# NCCL by copy engines: XLA gives it registered memory, and the policy leaves it no SMs.
+_ZERO_CTA = {"XLA_FLAGS": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true", "NCCL_CTA_POLICY": "2"}
 
 Row = tuple[str, str, str]  # what, result, wanted
 
@@ -70,15 +77,17 @@ class _Job:
 
 
 _SHARED = _Job(2, ("0",))
-_APART = _Job(2, ("0", "1"))
-_ALONE = _Job(1)
 
 
 def _run(task: str, arguments: dict[str, Any], job: _Job, env: dict[str, str]) -> list[Any]:
     """What each rank of a job returns for a task of gpu_worker; its error as text where it failed."""
     environment = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(_ROOT), **env}
     if FLAGS.dryrun:
-        environment |= {"GPU_WORKER_PLATFORM": "cpu", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // job.processes)}
+        environment |= {
+            "GPU_WORKER_PLATFORM": "cpu",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(max(2, FLAGS.gpus) // job.processes),
+        }
         arguments = arguments | {k: v for k, v in _DRY.items() if k in arguments}
     program = ["-m", "benchmarks.gpu_worker", task, json.dumps(arguments)]
     start = time.monotonic()
@@ -159,7 +168,7 @@ def _one() -> list[Row]:
 
 def _network() -> list[Row]:
     rows: list[Row] = []
-    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60", "HOCCL_NET_BETWEEN": "nodes"}
+    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60", **_NODES}
     rows.append(_equivalence("cases, by the network", _run("equivalence", {"seed": 31, "count": 100}, _SHARED, env)))
     rows.append(_messages("by the network", _run("messages", {"rounds": 20}, _SHARED, env)))
     for sizes, steps in (([4096, 65536, 1 << 20], 50), ([64 << 20], 5)):
@@ -172,26 +181,38 @@ def _network() -> list[Row]:
     return rows if FLAGS.dryrun else rows + _cpp_tests("cuda_network_test", ("",))
 
 
-def _two() -> list[Row]:
+def _chain_rows(form: str, times: dict[str, Any], limits: dict[str, float], sizes: Sequence[int]) -> list[Row]:
     rows = []
-    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8", "HOCCL_TIMEOUT_S": "60"}
+    for operation in nvswitch.OPERATIONS:
+        for size in sizes:
+            ours, theirs = times[f"hoccl_jax {operation} {size}"], times.get(f"jax.lax {operation} {size}")
+            matrix = nvswitch.bytes_between(operation, size, FLAGS.gpus)
+            moved = int((matrix.sum(axis=1) - matrix.diagonal()).max())
+            text = f"{ours['us']:.1f} us = {moved / ours['us'] / 1e3:.0f} GB/s; host {ours['host_us']:.1f} us"
+            text += f"; predicted {1e6 * nvswitch.predict(operation, size, FLAGS.gpus).direct:.1f} us"
+            if theirs:
+                text += f"; jax.lax {theirs['us']:.1f} us ({theirs['us'] / ours['us']:.2f}x)"
+            if limit := limits.get(f"both ways {moved}"):
+                text += f"; bare copy {limit:.1f} us ({limit / ours['us']:.2f})"
+            rows.append((f"{operation}, {size} B a rank, {form}", text, ""))
+    return rows
+
+
+def _several() -> list[Row]:
+    rows: list[Row] = []
+    gpus = tuple(str(gpu) for gpu in range(FLAGS.gpus))
+    apart, alone = _Job(FLAGS.gpus, gpus), _Job(1)
+    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8", "HOCCL_TIMEOUT_S": "60", "JAX_CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     small, large = [65536, 1 << 20, 8 << 20, 64 << 20], [256 << 20, _GIB]
-    limits = _run("limits", {"sizes": small + large}, _ALONE, env)[0]
-    for form, job in (("a process a GPU", _APART), ("one process", _ALONE)):
+    sizes = [65536] if FLAGS.dryrun else small + large
+    limits = _run("limits", {"sizes": small + large}, alone, env)[0]
+    for form, job in (("a process a GPU", apart), ("one process", alone)):
         times = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": _LIBRARIES}, job, env)[0]
         bigger = _run("chains", {"sizes": large, "steps": 15, "repeats": 5, "libraries": _LIBRARIES}, job, env)[0]
         if isinstance(times, str) or isinstance(bigger, str):
             rows.append((f"chains, {form}", f"{times} {bigger}"[:2000], ""))
             continue
-        times |= bigger
-        for operation in ("ppermute", "all_to_all", "all_gather"):
-            for size in [65536] if FLAGS.dryrun else small + large:
-                ours, theirs = times[f"hoccl_jax {operation} {size}"], times[f"jax.lax {operation} {size}"]["us"]
-                moved = size // 2 if operation == "all_to_all" else size
-                limit = limits[f"both ways {moved}"] if f"both ways {moved}" in limits else float("nan")
-                text = f"{ours['us']:.1f} us = {moved / ours['us'] / 1e3:.0f} GB/s; jax.lax {theirs:.1f} us ({theirs / ours['us']:.2f}x)"
-                text += f"; bare copy {limit:.1f} us ({limit / ours['us']:.2f}); host {ours['host_us']:.1f} us"
-                rows.append((f"{operation}, {size} B a rank, {form}", text, ""))
+        rows += _chain_rows(form, times | bigger, limits, sizes)
         both = _run("interference", {"size": 8192, "count": 6, "moved": 3 * _GIB, "libraries": _LIBRARIES}, job, env)[0]
         rows.append((f"GEMMs and a transfer, us, {form}", json.dumps(both), "hoccl_jax: +2 %"))
         rows.append(_messages(form, _run("messages", {"rounds": 50}, job, env)))
@@ -199,6 +220,19 @@ def _two() -> list[Row]:
         for shape in ({"rows": 2048, "width": 8192}, {"rows": 4096, "width": 8192}, {"rows": 8192, "width": 8192}):
             forward = _run("gathered_forward", {**shape, "libraries": _LIBRARIES}, job, env)[0]
             rows.append((f"8 layers, weights gathered, {shape['rows']} rows a GPU, us, {form}", json.dumps(forward), ""))
+    zero = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": ["jax.lax"]}, apart, env | _ZERO_CTA)[0]
+    rows.append(("jax.lax with NCCL's zero-CTA policy, us", json.dumps(zero)[:3000], ""))
+    return rows if FLAGS.gpus < 4 else rows + _two_nodes(apart, env)
+
+
+def _two_nodes(job: _Job, env: dict[str, str]) -> list[Row]:
+    """Two nodes of half of the GPUs each: what crosses takes the way through pinned memory and the network."""
+    form, env = f"two nodes of {FLAGS.gpus // 2} GPUs", env | _NODES
+    rows = [_equivalence(f"cases, {form}", _run("equivalence", {"seed": 41, "count": 60}, job, env))]
+    for sizes, steps in (([65536, 1 << 20], 50), ([64 << 20], 5)):
+        chain = _run("chains", {"sizes": sizes, "steps": steps, "repeats": 7, "libraries": ["hoccl_jax"]}, job, env)[0]
+        for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
+            rows.append((f"{operation}, {form}", json.dumps(entry), ""))
     return rows
 
 
@@ -216,13 +250,13 @@ def main(argv: Sequence[str]) -> None:
     os.chdir(_ROOT)
     if FLAGS.build:
         _build()
-    rows = _two() if FLAGS.two else _network() if FLAGS.network else _one()
+    rows = _several() if FLAGS.gpus > 1 else _network() if FLAGS.network else _one()
     if FLAGS.dryrun:
         print("\n".join(f"{what}: {result[:400]}" for what, result, _ in rows))
         return
     form, title, flag = ("h200", "One GPU, shared by two processes", "")
-    if FLAGS.two:
-        form, title, flag = ("h200x2", "Two GPUs", " --two")
+    if FLAGS.gpus > 1:
+        form, title, flag = (f"h200x{FLAGS.gpus}", f"{FLAGS.gpus} GPUs", f" --gpus {FLAGS.gpus}")
     elif FLAGS.network:
         form, title, flag = ("h200-network", "One GPU, shared by two processes that only the network connects", " --network")
     name = FLAGS.page or f"{form}-{datetime.date.today()}"

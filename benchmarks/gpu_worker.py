@@ -1,7 +1,7 @@
 """What each process of a GPU job does: `gpu_worker.py TASK [ARGUMENTS as JSON]`, with one GPU a process, which several may share.
 
-The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs and makes the table. With HOCCL_NET_BETWEEN=nodes each process
-is a node of its own, and only the network connects them.
+The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs and makes the table. With GPU_WORKER_NODES=n the processes
+are n nodes, evenly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
-from benchmarks import peer_copy
+from benchmarks import nvswitch, peer_copy
 from tests import cases
 
 _REDUCES = ("all_gather", "pbroadcast")  # their transposes are reductions of jax.lax, which NCCL refuses to ranks that share a GPU
@@ -143,13 +143,38 @@ def _median_us(step: Callable[[], Any], per_call: int, repeats: int = 20) -> flo
 LIBRARIES = {"hoccl_jax": hoccl_jax, "jax.lax": jax.lax}
 
 
+_ROW_BYTES = 64  # of the ragged operation's slices
+_GATHERED_BYTES = 40 << 30  # of all results of a chain of all-gathers, which live until its end
+
+
+def _skewed(count: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
+    """The ragged operation's operand, `count` bytes a rank and Zipf-skewed, and what runs it: (library, operand, output) -> output."""
+    size = gpu_mesh().size
+    rows = nvswitch.bytes_between("ragged_all_to_all", count, size) // _ROW_BYTES
+    input_offsets = np.cumsum(rows, axis=1) - rows
+    output_offsets = np.cumsum(rows, axis=0) - rows
+    operand = spread(max(1, int(rows.sum(axis=1).max())), _ROW_BYTES // 4)
+    received = max(1, int(rows.sum(axis=0).max()))
+
+    def operation(library: Any, x: jax.Array, output: jax.Array | None) -> jax.Array:
+        rank = jax.lax.axis_index("x")
+        if output is None:
+            output = jax.lax.pcast(jnp.zeros((received, _ROW_BYTES // 4), x.dtype), "x", to="varying")
+        indices = [jnp.asarray(table, jnp.int32)[rank] for table in (input_offsets, rows, output_offsets, rows.T)]
+        return library.ragged_all_to_all(x, output, *indices, axis_name="x")
+
+    return operand, operation
+
+
 def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20) -> dict[str, Any]:
-    """Dependent operations in one program, us each: bytes are those that each rank sends. Libraries take turns size by size."""
+    """Dependent operations in one program, us each: bytes are those of each rank's operand. Libraries take turns size by size."""
     size = gpu_mesh().size
     ring = [(r, (r + 1) % size) for r in range(size)]
     result: dict[str, Any] = {}
     for count in sizes:
         x = spread(size, max(1, count // 4 // size))
+        operand, skewed = _skewed(count)
+        gathers = max(1, min(steps, _GATHERED_BYTES // (count * size)))
         for name in libraries:
             library = LIBRARIES[name]
             more = {"overlap": False} if library is hoccl_jax else {}
@@ -164,19 +189,28 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
                     x = library.all_to_all(x, "x", 0, 0, tiled=True, **more)
                 return x
 
-            def all_gather(x: jax.Array, library: Any = library, more: Any = more) -> Any:
+            def all_gather(x: jax.Array, library: Any = library, more: Any = more, gathers: int = gathers) -> Any:
                 results = []
-                for _ in range(steps):  # the next operand depends on the last result, but is not a copy of it
+                for _ in range(gathers):  # the next operand depends on the last result, but is not a copy of it
                     gathered = library.all_gather(x, "x", tiled=True, **more)
                     x, gathered = jax.lax.optimization_barrier((x, gathered))
                     results.append(gathered)
                 return results
 
-            for function in (ppermute, all_to_all, all_gather):
+            def ragged_all_to_all(x: jax.Array, library: Any = library, skewed: Any = skewed) -> Any:
+                output = None
+                for _ in range(steps):
+                    output = skewed(library, x, output)
+                return output
+
+            chain = {ppermute: (x, steps), all_to_all: (x, steps), all_gather: (x, gathers), ragged_all_to_all: (operand, steps)}
+            if PLATFORM == "cpu" and library is jax.lax:  # which lacks it there
+                del chain[ragged_all_to_all]
+            for function, (argument, operations) in chain.items():
                 step = program(function)
-                jax.block_until_ready(step(x))
+                jax.block_until_ready(step(argument))
                 hoccl_jax.reset_stats()
-                entry: dict[str, Any] = {"us": _median_us(functools.partial(step, x), steps, repeats)}
+                entry: dict[str, Any] = {"us": _median_us(functools.partial(step, argument), operations, repeats)}
                 if library is hoccl_jax:
                     counts = hoccl_jax.stats()
                     entry["host_us"] = counts["handlers"]["nanoseconds"] / max(1, counts["handlers"]["calls"]) / 1e3
@@ -396,8 +430,8 @@ TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, messages
 def main() -> None:
     task = sys.argv[1]
     arguments = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    if os.environ.get("HOCCL_NET_BETWEEN") == "nodes":
-        os.environ["HOCCL_NODE_ID"] = str(jax.process_index())
+    if nodes := int(os.environ.get("GPU_WORKER_NODES", "0")):
+        os.environ["HOCCL_NODE_ID"] = str(jax.process_index() * nodes // jax.process_count())
     hoccl_jax.init()
     outcome = TASKS[task](**arguments)
     barrier("end")

@@ -38,6 +38,7 @@ class Ordered(effects.Effect):
     kind: str
     peers: tuple[int, ...]
     tag: int
+    device: int | None = None  # in whose program; nobody knows it before the program is dispatched
 
     def __str__(self) -> str:
         return f"{self.kind} with {self.peers}, tag {self.tag}"
@@ -50,6 +51,27 @@ class Unordered(effects.Effect):
         return "messages to other programs"
 
 
+def _keep_order_by_device() -> None:
+    """JAX has one token of an ordered effect for all devices, and moves it: a program that receives would, when it is dispatched, wait for
+    another device's program to have received from the same source with the same tag. Messages get a token for each device."""
+    original: Any = dispatch.RuntimeTokenSet
+    get_token_input, set_token_result = original.get_token_input, original.set_token_result
+
+    def get(self: Any, effect: effects.Effect, devices: list[jax.Device]) -> Any:
+        if isinstance(effect, Ordered):
+            effect = dataclasses.replace(effect, device=devices[0].id)
+        return get_token_input(self, effect, devices)
+
+    def set_result(self: Any, effect: effects.Effect, token: Any) -> None:
+        if isinstance(effect, Ordered):
+            (device,) = token._buf.sharding.device_set
+            effect = dataclasses.replace(effect, device=device.id)
+        set_token_result(self, effect, token)
+
+    original.get_token_input, original.set_token_result = get, set_result
+
+
+_keep_order_by_device()
 _unordered = Unordered()
 effects.ordered_effects.add_type(Ordered)
 effects.control_flow_allowed_effects.add_type(Ordered)
@@ -92,7 +114,7 @@ def recv(shape_dtype: Any, src: Peer | Sequence[Peer], *, tag: int = 0, priority
       tag: of the message.
       priority: see hoccl_jax.collectives.
 
-    Returns the message. In one process, receives on several devices with the same src and tag are also ordered among each other.
+    Returns the message.
 
     Raises:
       ValueError, TimeoutError: as `send`; jax.errors.JaxRuntimeError when it runs, on both sides, if the message has another shape or type,

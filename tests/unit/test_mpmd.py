@@ -34,6 +34,28 @@ def test_both_send_first() -> None:
     np.testing.assert_array_equal(right, [11] * 3)
 
 
+def test_everybody_sends_to_everybody_first() -> None:
+    """Several devices receive from the same source with the same tag: no program's dispatch waits for another program's receive."""
+    ranks, tags = len(jax.devices()), (1, 2)
+
+    def program(rank: int) -> Callable[[jax.Array], Any]:
+        others = [peer for peer in range(ranks) if peer != rank]
+
+        def swap(x: jax.Array) -> list[jax.Array]:
+            for tag in tags:
+                for peer in others:
+                    hoccl_jax.send(x + 10 * tag, peer, tag=tag)
+            return [hoccl_jax.recv(LIKE, peer, tag=tag) for tag in reversed(tags) for peer in others]
+
+        return swap
+
+    rounds = [[on(rank, program(rank), 100 * turn + rank) for rank in range(ranks)] for turn in range(2)]
+    for turn, results in enumerate(rounds):
+        for rank, received in enumerate(results):
+            sent = [100 * turn + peer + 10 * tag for tag in reversed(tags) for peer in range(ranks) if peer != rank]
+            np.testing.assert_array_equal(np.stack(received)[:, 0], sent)
+
+
 def test_a_ring_of_programs_in_a_loop() -> None:
     """Each of eight programs passes on what it got, as often as there are ranks, so everybody's value comes home."""
     ranks = len(jax.devices())
