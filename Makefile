@@ -32,12 +32,12 @@ NO_ASLR = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(un
 demo: venv
 	$(BIN)/python examples/pipeline_training.py
 
-# What comes from elsewhere first, all at a time. The rest runs two steps at a time, so that one compiles while the other waits for its tests; what a
-# step says appears when it is over. The first failure lets the other step end, and fails the whole. Bazel and the sanitizers run the C++ tests: cpp-test
-# would be a fourth time.
+# What comes from elsewhere first, all at a time. The rest runs three steps at a time, so that some compile while others wait in their tests; what a
+# step says appears when it is over. The first failure lets the other steps end, and fails the whole. Bazel and the sanitizers run the C++ tests:
+# cpp-test would be a fourth time.
 test:
 	$(MAKE) --jobs=3 --output-sync=target test-packages $(VENV)/.requirements oldest-requirements
-	$(MAKE) --jobs=2 --output-sync=target lint py-test-oldest asan tsan py-test bazel-test
+	$(MAKE) --jobs=3 --output-sync=target lint py-test-oldest asan tsan py-test bazel-test
 	@$(MAKE) --no-print-directory report
 	@[ -z "$(OLDEST)" ] || $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV)
 
