@@ -75,9 +75,11 @@ def comparison(results: Sequence[cases.Case]) -> str:
 def by_size(results: Sequence[cases.Case]) -> str:
     rows = [
         [case.pattern, report.size_text(case.bytes_of_rank), f"{case.ours * 1e3:.3g}", _ratio(case.ratio), _ratio(case.best_baseline)]
+        + [_verdict(case.ratio <= case.best_baseline)]
         for case in results
     ]
-    return tabulate(rows, ["traffic", "bytes/rank", "ms", "plan", "best baseline"], tablefmt="github", disable_numparse=True)
+    headers = ["traffic", "bytes/rank", "ms", "plan", "best baseline", "no baseline better"]
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def bandwidths(results: Sequence[cases.Bandwidth]) -> str:
@@ -139,12 +141,14 @@ def main(argv: Sequence[str]) -> None:
     steps = tqdm([(p, n) for p in cases.PATTERNS for n in nodes], "traffic x nodes", disable=None)
     compared = [cases.measure(pattern, n, _BYTES) for pattern, n in steps]
     hard = [cases.measure(pattern, n, _BYTES) for pattern in tqdm(cases.HARD_PATTERNS, "hard traffic", disable=None) for n in [2, *few]]
-    sizes = [cases.measure(p, few[0], 1 << exponent) for p in ("uniform", "zipf", "zipf per source") for exponent in range(20, 33, 2)]
+    all_patterns = tqdm(cases.PATTERNS + cases.HARD_PATTERNS, "sizes", disable=None)
+    sizes = [cases.measure(pattern, few[0], 1 << exponent) for pattern in all_patterns for exponent in range(20, 33, 2)]
     paper = [cases.paper_bandwidth(size) for size in [2 << 20, 16 << 20, 128 << 20, 10**9]]
     ablated = [cases.ablate(pattern, n, _BYTES) for pattern in ("uniform", "zipf", "zipf per source") for n in few]
     planned = [cases.planning_time(pattern, n, _BYTES) for n in tqdm(many, "planning", disable=None) for pattern in ("uniform", "zipf")]
     schedule_plots.ratios(compared, folder / "schedule-nodes.png")
-    schedule_plots.sizes(sizes, paper, folder / "schedule-sizes.png")
+    plotted = [case for case in sizes if case.pattern in ("uniform", "zipf", "zipf per source")]
+    schedule_plots.sizes(plotted, paper, folder / "schedule-sizes.png")
     schedule_plots.stages(folder / "schedule-stages.png")
     text = page(
         [

@@ -35,7 +35,7 @@ class Summation {
     for (int rank = 0; rank < ranks_; ++rank) {
       if (LinkSeconds(std::max(out_[rank], in_[rank])) > kBusy * busiest) demand.busy.push_back(rank);
     }
-    demand.weight = Weights(demand.bytes, busiest);
+    FindWeights(busiest, &demand);
     return demand;
   }
 
@@ -75,28 +75,33 @@ class Summation {
     return busiest;
   }
 
-  std::vector<int64_t> Weights(const std::vector<int64_t>& bytes, double busiest) const {
-    std::vector<int64_t> weight(bytes.size());
+  void FindWeights(double busiest, NodeDemand* demand) const {
+    const std::vector<int64_t>& bytes = demand->bytes;
+    std::vector<int64_t>& weight = demand->weight;
+    weight.resize(bytes.size());
+    demand->sender_link.resize(bytes.size());
     for (int node = 0; node < nodes_; ++node) {
       for (int other = 0; other < nodes_; ++other) {
         if (other != node) weight[At(node, other)] = (bytes[At(node, other)] + topology_.rails() - 1) / topology_.rails();
       }
     }
     double link_share = topology_.speeds().nic / topology_.speeds().nvlink;  // bytes of one rail in the time of a byte over a link
-    auto raise = [&](int node, int other, int64_t link_bytes, int64_t all_bytes) {
+    auto link_weight = [&](int64_t bytes) { return static_cast<int64_t>(link_share * static_cast<double>(bytes)); };
+    auto raise = [&](int node, int other, int64_t link, int64_t all_bytes) {
       int64_t& pair = weight[At(node, other)];
-      auto link = static_cast<int64_t>(link_share * static_cast<double>(link_bytes));
       if (node == other || link <= pair) return;
       if (LinkSeconds(all_bytes) > kNoTimeToSpare * busiest || link - pair > staging_bytes_ / 2) pair = link;
     };
     for (int rank = 0; rank < ranks_; ++rank) {
       int home = topology_.node_of(rank);
       for (int node = 0; node < nodes_; ++node) {
-        raise(home, node, from_rank_[RankAt(rank, node)], out_[rank]);
-        raise(node, home, to_rank_[static_cast<size_t>(node) * ranks_ + rank], in_[rank]);
+        int64_t sends = link_weight(from_rank_[RankAt(rank, node)]);
+        int64_t& most = demand->sender_link[At(home, node)];
+        most = std::max(most, sends);
+        raise(home, node, sends, out_[rank]);
+        raise(node, home, link_weight(to_rank_[static_cast<size_t>(node) * ranks_ + rank]), in_[rank]);
       }
     }
-    return weight;
   }
 
   const Topology& topology_;

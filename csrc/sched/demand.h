@@ -16,6 +16,8 @@ struct NodeDemand {
   // The time that a pair of nodes needs, in bytes of one rail: of its NICs, or of a device's link where that is more and cannot be made up
   // for. It can if the link has time to spare in all and staging holds what it is behind by.
   std::vector<int64_t> weight;
+  // Of the sender's links alone: the time that its busiest device needs for the pair, in the same unit.
+  std::vector<int64_t> sender_link;
   // Ranks, ascending, whose own bytes keep their link busy nearly as long as the busiest port.
   std::vector<int> busy;
 };

@@ -13,6 +13,8 @@ namespace {
 constexpr int kAllNodes = -1;
 // Smaller parts of chunks are not worth a write.
 constexpr int64_t kLeastPart = int64_t{64} << 10;
+// Receiving slots that one stage has at most: more of them are for more stages, since many small ones may be on their way at a time.
+constexpr int kMostSlotsOfStage = 32;
 
 // What one node has for another on one rail, and how far it has got.
 struct Lane {
@@ -72,15 +74,19 @@ class MatrixExpansion {
 
   void AddDirect(int stage, int node) {
     const std::vector<DirectStage>& direct = plan_.direct[node];
+    int64_t begin = 0;  // turns of a matching come after those of the one before it
     for (size_t& next = next_direct_[node]; next < direct.size() && direct[next].stage == stage; ++next) {
       if (!Sees(node)) continue;
+      int64_t end = begin;
       for (const Piece& piece : direct[next].pieces) {
-        int64_t turn = 0;
+        int64_t turn = begin;
         for (const Piece& chunk : Interleave({piece}, plan_.chunk_bytes)) {
           Place operand{Buffer::kOperand, chunk.src}, result{Buffer::kResult, chunk.dst};
           sequencer_.Add(turn++, {Leg::kDirect, stage, -1, chunk.src, chunk.dst, chunk.offset, chunk.bytes, operand, result});
         }
+        end = std::max(end, turn);
       }
+      begin = end;
     }
   }
 
@@ -116,9 +122,9 @@ class MatrixExpansion {
     int src_node = plan_.topology.node_of(chunk.src), dst_node = plan_.topology.node_of(chunk.dst);
     Place send{Buffer::kSendSlot, plan_.StagingRank(chunk.src, rail), -1};
     if (Sees(src_node)) send.slot = sends_[static_cast<size_t>(src_node) * plan_.topology.rails() + rail]++ % plan_.slots;
-    // Stages take turns with the halves of the receiver's slots, so that senders need not know what others sent before them.
-    int half = plan_.slots / 2;
-    Place receive{Buffer::kReceiveSlot, plan_.StagingRank(chunk.dst, rail), stage % 2 * half + turn % half};
+    // Stages take turns with parts of the receiver's slots, so that senders need not know what others sent before them.
+    int part = std::min(plan_.slots / 2, kMostSlotsOfStage);
+    Place receive{Buffer::kReceiveSlot, plan_.StagingRank(chunk.dst, rail), stage % (plan_.slots / part) * part + turn % part};
     Step step{Leg::kStageIn, stage, rail, chunk.src, chunk.dst, chunk.offset, chunk.bytes, {Buffer::kOperand, chunk.src}, send};
     if (Sees(src_node)) sequencer_.Add(turn, step);
     step.leg = Leg::kWrite;
@@ -145,7 +151,7 @@ class MatrixExpansion {
     }
     for (const std::vector<Piece>& pieces :
          BalanceRails(plan_.topology, flows, plan_.FirstRail(src_node, dst_node), plan_.RailsUsed(bytes), plan_.chunk_bytes)) {
-      Lane lane{Interleave(pieces, plan_.chunk_bytes)};
+      Lane lane{InterleaveOnRail(plan_.topology, static_cast<int>(entry->second.size()), pieces, plan_.chunk_bytes)};
       for (const Piece& piece : pieces) lane.bytes += piece.bytes;
       entry->second.push_back(std::move(lane));
     }

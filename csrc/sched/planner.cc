@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kChunksOfBusiestPort = 32;
 constexpr int64_t kLeastChunk = int64_t{256} << 10;
 constexpr int64_t kLeastSlot = int64_t{4} << 10;
-constexpr int kMostSlots = 64;
+constexpr int kMostSlots = 256;
 // A write of this many bytes takes a NIC a few times as long as starting it.
 constexpr int64_t kRailCutBytes = int64_t{32} << 10;
 
@@ -51,6 +51,36 @@ void PlanBetweenNodes(const NodeDemand& demand, double error, Plan* plan) {
       stage.transfers.push_back({match.row, match.column, end});
     }
     plan->stages.push_back(std::move(stage));
+  }
+}
+
+// The part of a device's link that its own stage-ins can count on.
+constexpr double kStageInPart = 0.5;
+
+// Puts stages first whose senders can stage in as fast as NICs send, for all transfers together. Copies are then ahead of the NICs by what
+// the slots hold before a stage comes in which they fall behind; a NIC that starts late delays all that wait for their turn after it.
+void OrderStages(const NodeDemand& demand, Plan* plan) {
+  struct Entry {
+    double lateness = 0;
+    Stage stage;
+  };
+  std::vector<Entry> entries;
+  std::vector<int64_t> moved(demand.bytes.size());
+  auto pair_of = [&](const NodeTransfer& t) { return static_cast<size_t>(t.src_node) * plan->topology.nodes() + t.dst_node; };
+  for (Stage& stage : plan->stages) {
+    Entry& entry = entries.emplace_back(Entry{0, std::move(stage)});
+    for (NodeTransfer& t : entry.stage.transfers) {
+      size_t pair = pair_of(t);
+      t.end -= std::exchange(moved[pair], t.end);  // for the time being its own bytes
+      double lateness = static_cast<double>(demand.sender_link[pair]) / kStageInPart - static_cast<double>(demand.weight[pair]);
+      entry.lateness += std::max(0.0, lateness) * static_cast<double>(t.end) / static_cast<double>(demand.bytes[pair]);
+    }
+  }
+  std::ranges::stable_sort(entries, {}, &Entry::lateness);
+  std::ranges::fill(moved, 0);
+  for (size_t s = 0; s < entries.size(); ++s) {
+    for (NodeTransfer& t : entries[s].stage.transfers) t.end = moved[pair_of(t)] += t.end;
+    plan->stages[s] = std::move(entries[s].stage);
   }
 }
 
@@ -132,6 +162,7 @@ void PlanMatrix(const PlanOptions& options, Plan* plan) {
   }
   int64_t busiest_nic = LargestSum(topology.nodes(), demand.weight);
   PlanBetweenNodes(demand, options.error, plan);
+  OrderStages(demand, plan);
   // At least two chunks to a transfer of average size, so that copies go on beside the NICs in short stages too.
   int64_t busiest_port = busiest_nic > 0 ? std::min(busiest_nic, kChunksOfBusiestPort / 2 * MeanTransfer(demand, *plan)) : busiest_link;
   plan->chunk_bytes = ChunkFor(busiest_port, options);
@@ -142,7 +173,8 @@ void PlanMatrix(const PlanOptions& options, Plan* plan) {
   std::vector<std::vector<double>> slack = SlackTimelines(*plan);
   for (int node = 0; node < topology.nodes(); ++node) {
     const std::vector<int>& ranks = topology.ranks_of(node);
-    std::vector<Matching> matchings = Decompose(static_cast<int>(ranks.size()), devices[node], options.error);
+    // Cut into whole chunks only: a copy more costs more than a copy that waits for its turn.
+    std::vector<Matching> matchings = Decompose(static_cast<int>(ranks.size()), devices[node], options.error, plan->chunk_bytes);
     plan->direct[node] = SpreadDirect(matchings, ranks, slack[node], plan->chunk_bytes);
   }
 }

@@ -9,8 +9,8 @@ namespace hoccl {
 
 namespace {
 
-// Enough to cover the time in which a sender learns that it is its turn.
-constexpr int64_t kBytesAhead = int64_t{1} << 20;
+// Enough to cover the time in which a sender learns that it is its turn, and no more: whoever comes early holds up another.
+constexpr int64_t kBytesAhead = int64_t{512} << 10;
 
 }  // namespace
 
@@ -18,7 +18,6 @@ Sequencer::Sequencer(const Plan& plan)
     : topology_(plan.topology),
       rails_(plan.topology.rails()),
       slots_(plan.slots),
-      ahead_(std::max<int64_t>(2, kBytesAhead / plan.chunk_bytes)),
       relays_(!plan.traffic->multicasts.empty()),
       program_(plan.slots) {}
 
@@ -33,15 +32,18 @@ Sequencer::SlotUse& Sequencer::UseOf(const Place& place, int rail) {
   return uses_[(buffer * rails_ + rail) * slots_ + place.slot];
 }
 
-// The write that must have arrived before this one starts, or -1.
+// The write that must have arrived before this one starts, or -1: the last one with kBytesAhead of others after it.
 int Sequencer::TakeTurn(int index, const Step& write) {
-  Arrivals& arrivals = arrivals_[topology_.node_of(write.to.rank) * rails_ + write.rail];
-  if (arrivals.ring.size() < ahead_) {
-    arrivals.ring.push_back(index);
-    return -1;
+  auto& [last, bytes_after_first] = arrivals_[topology_.node_of(write.to.rank) * rails_ + write.rail];
+  auto bytes = [this](int step) { return program_.steps()[step].bytes; };
+  while (last.size() > 1 && bytes_after_first - bytes(last[1]) >= kBytesAhead) {
+    last.pop_front();
+    bytes_after_first -= bytes(last.front());
   }
-  int before = std::exchange(arrivals.ring[arrivals.next], index);
-  arrivals.next = (arrivals.next + 1) % ahead_;
+  int before = bytes_after_first >= kBytesAhead ? last.front() : -1;
+  if (!last.empty()) bytes_after_first += write.bytes;
+  last.push_back(index);
+  if (before < 0) return -1;
   bool same_sender = topology_.node_of(program_.steps()[before].from.rank) == topology_.node_of(write.from.rank);
   return same_sender ? -1 : before;  // one NIC writes in order anyway
 }

@@ -3,6 +3,7 @@
 #define HOCCL_SCHED_SEQUENCER_H_
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <unordered_map>
 #include <vector>
@@ -14,7 +15,7 @@ namespace hoccl {
 // Steps arrive stage by stage, and within a stage with the turn in which they are due. The steps of a turn go by legs, so that a chunk is
 // written somewhere before it is read there. From that order follows who waits for whom: a reader of a slot or of a relayed result for the
 // step that wrote it, a writer of a slot for those that read it since. NICs are written to in that order, too: a write from another node
-// than the last ones waits until all but a few of them have arrived, since a sender that has run ahead of the stages would take the
+// than the last ones waits until all but half a MiB of them have arrived, since a sender that has run ahead of the stages would take the
 // receiver from the one whose turn it is. Whoever is waited for comes earlier, so nobody waits in a circle.
 class Sequencer {
  public:
@@ -45,8 +46,8 @@ class Sequencer {
 
   // The writes that a NIC received last, in order.
   struct Arrivals {
-    std::vector<int> ring;
-    size_t next = 0;  // the oldest
+    std::deque<int> last;
+    int64_t bytes_after_first = 0;
   };
 
   SlotUse& UseOf(const Place& place, int rail);
@@ -56,7 +57,6 @@ class Sequencer {
   const Topology& topology_;
   int rails_;
   int slots_;
-  size_t ahead_;  // writes that may be on their way to a NIC from different nodes
   bool relays_;
   Program program_;
   std::vector<Pending> pending_;

@@ -169,6 +169,63 @@ TEST(Plan, AHotDeviceDoesNotStageForOthers) {
   }
 }
 
+std::vector<double> NeedsOfSenders(const Plan& plan) {
+  std::vector<double> needs;
+  std::map<std::pair<int, int>, int64_t> before;
+  for (const Stage& stage : plan.stages) {
+    double hot = 0;
+    for (const NodeTransfer& t : stage.transfers) {
+      int64_t bytes = t.end - std::exchange(before[{t.src_node, t.dst_node}], t.end);
+      if (t.src_node == 1) hot += static_cast<double>(bytes);
+    }
+    needs.push_back(hot);
+  }
+  return needs;
+}
+
+// All that node 1 sends comes from one device, whose copies fall behind the NICs: what others send alone comes first.
+TEST(Plan, StagesThatSendersKeepUpWithComeFirst) {
+  Traffic traffic = Uniform(32, 0);
+  for (int src = 0; src < 32; ++src) {
+    for (int dst = 0; dst < 32; ++dst) {
+      if (src / 8 == dst / 8) continue;
+      if (src / 8 != 1) traffic.matrix[src * 32 + dst] = 8 * kMiB;
+      if (src == 8) traffic.matrix[src * 32 + dst] = 16 * kMiB;
+    }
+  }
+  std::vector<double> needs = NeedsOfSenders(PlanOf(*Topology::Uniform(4, 8, 8), traffic));
+  ASSERT_GT(needs.size(), 1u);
+  EXPECT_TRUE(std::ranges::is_sorted(needs));
+  EXPECT_LT(needs.front(), needs.back());
+}
+
+TEST(Plan, SmallFlowsWithinANodeStayWhole) {
+  std::mt19937 random(23);
+  Traffic traffic = Uniform(16, 0);
+  int flows = 0;
+  for (int src = 0; src < 16; ++src) {
+    for (int dst = 0; dst < 16; ++dst) {
+      traffic.matrix[src * 16 + dst] = 1 + static_cast<int64_t>(random() % (100 << 10));
+      flows += src != dst && src / 8 == dst / 8;
+    }
+  }
+  int copies = 0;
+  for (const Step& step : Expand(PlanOf(*Topology::Uniform(2, 8, 8), traffic)).steps()) copies += step.leg == Leg::kDirect;
+  EXPECT_EQ(copies, flows);
+}
+
+// Writes wait for those of other nodes that went before them, unless these are so few bytes that they could not hold anyone up.
+TEST(Plan, SmallWritesDoNotWaitForTheirTurn) {
+  for (int64_t bytes : {kMiB / 256, 4 * kMiB}) {
+    int waits = 0;
+    Program program = Expand(PlanOf(*Topology::Uniform(4, 8, 8), Uniform(32, bytes)));
+    for (int i = 0; i < program.size(); ++i) {
+      for (int before : program.after(i)) waits += program.steps()[i].leg == Leg::kWrite && program.steps()[before].leg == Leg::kWrite;
+    }
+    EXPECT_EQ(waits > 0, bytes > kMiB);
+  }
+}
+
 TEST(Plan, PlansAreValues) {
   std::mt19937 random(19);
   Topology topology = *Topology::Uniform(3, 4, 4);
@@ -186,7 +243,7 @@ TEST(Plan, PlansAreValues) {
 TEST(Plan, Prints) {
   Plan plan = PlanOf(*Topology::Uniform(2, 2, 2), Uniform(4, kMiB));
   EXPECT_EQ(plan.ToString(),
-            "plan for 2x2 rails=2 nvlink=200 nic=50: 16 MiB, chunks of 256 KiB, 64 slots\n"
+            "plan for 2x2 rails=2 nvlink=200 nic=50: 16 MiB, chunks of 256 KiB, 256 slots\n"
             "  stage 0, 41.9 us: 0->1 4 MiB, 1->0 4 MiB\n"
             "  within node 0, stage 0: 0->1 1 MiB, 1->0 1 MiB\n"
             "  within node 1, stage 0: 2->3 1 MiB, 3->2 1 MiB");

@@ -40,6 +40,18 @@ def test_cases_compare_with_all_baselines(by_stages: bool) -> None:
     assert case.best_baseline == min(case.baseline_ratio(name) for name in cases.BASELINES) >= 1
 
 
+@pytest.mark.parametrize("mib", [1, 4, 16])
+@pytest.mark.parametrize("pattern", [*cases.PATTERNS, *cases.HARD_PATTERNS])
+def test_no_baseline_is_better_for_small_traffic(pattern: str, mib: int) -> None:
+    case = cases.measure(pattern, 8, mib << 20)
+    assert case.ratio <= case.best_baseline
+
+
+@pytest.mark.parametrize("pattern", ["zipf per source", "lognormal"])
+def test_hard_traffic_comes_near_the_bound(pattern: str) -> None:
+    assert cases.measure(pattern, 8, 1 << 30, baselines=()).ratio <= 1.045
+
+
 def test_simulated_copies_are_near_the_measured_ones() -> None:
     for mib, measured in ((1, 279e9), (2, 343e9), (4, 369e9), (8, 380e9)):
         assert cases.copy_bandwidth(mib << 20) == pytest.approx(measured, rel=0.06)
