@@ -8,15 +8,16 @@ namespace {
 
 // A link that is in use for this part of the busiest port's time cannot make up for a delay.
 constexpr double kNoTimeToSpare = 0.5;
-// Nor has it time for others' bytes from here on.
+// A link forwards others' bytes beside its own, and needs so many times as long.
+constexpr double kForwardingToo = 1.2;
+// A link has no time for others' bytes from here on.
 constexpr double kBusy = 0.8;
 
 class Summation {
  public:
-  Summation(const Topology& topology, const Traffic& traffic, int64_t staging_bytes)
+  Summation(const Topology& topology, const Traffic& traffic)
       : topology_(topology),
         traffic_(traffic),
-        staging_bytes_(staging_bytes),
         nodes_(topology.nodes()),
         ranks_(topology.ranks()),
         from_rank_(static_cast<size_t>(ranks_) * nodes_),
@@ -85,12 +86,27 @@ class Summation {
         if (other != node) weight[At(node, other)] = (bytes[At(node, other)] + topology_.rails() - 1) / topology_.rails();
       }
     }
+    std::vector<int64_t> sends(nodes_), receives(nodes_);
+    for (int node = 0; node < nodes_; ++node) {
+      for (int other = 0; other < nodes_; ++other) {
+        sends[node] += weight[At(node, other)];
+        receives[other] += weight[At(node, other)];
+      }
+    }
+    int64_t largest = std::max(std::ranges::max(sends), std::ranges::max(receives));
     double link_share = topology_.speeds().nic / topology_.speeds().nvlink;  // bytes of one rail in the time of a byte over a link
     auto link_weight = [&](int64_t bytes) { return static_cast<int64_t>(link_share * static_cast<double>(bytes)); };
     auto raise = [&](int node, int other, int64_t link, int64_t all_bytes) {
+      if (node == other) return;
       int64_t& pair = weight[At(node, other)];
-      if (node == other || link <= pair) return;
-      if (LinkSeconds(all_bytes) > kNoTimeToSpare * busiest || link - pair > staging_bytes_ / 2) pair = link;
+      if (LinkSeconds(all_bytes) <= kNoTimeToSpare * busiest) {
+        int64_t room = std::max<int64_t>(0, largest - std::max(sends[node], receives[other]));
+        link = std::min(static_cast<int64_t>(kForwardingToo * static_cast<double>(link)), pair + room);
+      }
+      if (link <= pair) return;
+      sends[node] += link - pair;
+      receives[other] += link - pair;
+      pair = link;
     };
     for (int rank = 0; rank < ranks_; ++rank) {
       int home = topology_.node_of(rank);
@@ -106,7 +122,6 @@ class Summation {
 
   const Topology& topology_;
   const Traffic& traffic_;
-  int64_t staging_bytes_;
   int nodes_;
   int ranks_;
   std::vector<int64_t> from_rank_;  // ranks x nodes
@@ -116,9 +131,7 @@ class Summation {
 
 }  // namespace
 
-NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic, int64_t staging_bytes) {
-  return Summation(topology, traffic, staging_bytes).Run();
-}
+NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic) { return Summation(topology, traffic).Run(); }
 
 std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node) {
   std::vector<int64_t> demand;

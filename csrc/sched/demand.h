@@ -13,8 +13,8 @@ namespace hoccl {
 // Matrices are nodes x nodes, row = sender.
 struct NodeDemand {
   std::vector<int64_t> bytes;
-  // The time that a pair of nodes needs, in bytes of one rail: of its NICs, or of a device's link where that is more and cannot be made up
-  // for. It can if the link has time to spare in all and staging holds what it is behind by.
+  // The time that a pair of nodes needs, in bytes of one rail: of its NICs, or of a device's link where that is more. If the link has time
+  // to spare in all, no more than leaves the largest sum of a row or column what it is.
   std::vector<int64_t> weight;
   // Of the sender's links alone: the time that its busiest device needs for the pair, in the same unit.
   std::vector<int64_t> sender_link;
@@ -22,8 +22,7 @@ struct NodeDemand {
   std::vector<int> busy;
 };
 
-// `staging_bytes`: of one rail, at one end.
-NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic, int64_t staging_bytes);
+NodeDemand DemandOfNodes(const Topology& topology, const Traffic& traffic);
 
 // What the devices of one node have for each other, as a matrix over its ranks.
 std::vector<int64_t> DemandOfDevices(const Topology& topology, const Traffic& traffic, int node);

@@ -153,7 +153,7 @@ std::vector<DirectStage> SpreadDirect(const std::vector<Matching>& matchings, co
 
 void PlanMatrix(const PlanOptions& options, Plan* plan) {
   const Topology& topology = plan->topology;
-  NodeDemand demand = DemandOfNodes(topology, *plan->traffic, options.staging_bytes);
+  NodeDemand demand = DemandOfNodes(topology, *plan->traffic);
   std::vector<std::vector<int64_t>> devices;
   int64_t busiest_link = 0;
   for (int node = 0; node < topology.nodes(); ++node) {

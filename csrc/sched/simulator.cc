@@ -236,7 +236,7 @@ Workload WorkloadOfStages(const Plan& plan) {
   for (int node = 0; node < n; ++node) {
     workload.AddPort({Workload::Next::kInOrder});
   }
-  NodeDemand demand = DemandOfNodes(plan.topology, *plan.traffic, plan.slots * plan.chunk_bytes);
+  NodeDemand demand = DemandOfNodes(plan.topology, *plan.traffic);
   std::vector<double> before(static_cast<size_t>(n) * n);
   std::vector<std::vector<Workload::Wait>> turn(n);  // of each receiver
   for (const Stage& stage : plan.stages) {

@@ -84,9 +84,11 @@ TEST(BalanceRails, RailsAreFilledEvenlyWhateverTheFlows) {
     ASSERT_EQ(static_cast<int>(rails.size()), rail_count);
     CheckWhole(flows, rails);
     std::vector<int64_t> heights = Heights(rails);
-    // A piece counts as so many bytes more, and there is one more of them where a flow is cut.
+    // A piece counts as so many bytes more.
     constexpr int64_t kPieceCost = int64_t{48} << 10;
-    int64_t cost = total / used + kPieceCost * (static_cast<int64_t>(flows.size()) / used + 2);
+    int64_t pieces = 0;
+    for (const std::vector<Piece>& of_rail : rails) pieces += static_cast<int64_t>(of_rail.size());
+    int64_t cost = (total + pieces * kPieceCost) / used + 2 * kPieceCost;
     for (int rail = 0; rail < rail_count; ++rail) {
       bool in_use = (rail - first + rail_count) % rail_count < used;
       ASSERT_LE(heights[rail] + kPieceCost * static_cast<int64_t>(rails[rail].size()), in_use ? cost + cost / 128 + 2 * kCutAlignment : 0);
