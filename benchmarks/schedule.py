@@ -74,8 +74,14 @@ def comparison(results: Sequence[cases.Case]) -> str:
 
 def by_size(results: Sequence[cases.Case]) -> str:
     rows = [
-        [case.pattern, report.size_text(case.bytes_of_rank), f"{case.ours * 1e3:.3g}", _ratio(case.ratio), _ratio(case.best_baseline)]
-        + [_verdict(case.ratio <= case.best_baseline)]
+        [
+            case.pattern,
+            report.size_text(case.bytes_of_rank),
+            f"{case.ours * 1e3:.3g}",
+            _ratio(case.ratio),
+            _ratio(case.best_baseline),
+            _verdict(case.ratio <= case.best_baseline),
+        ]
         for case in results
     ]
     headers = ["traffic", "bytes/rank", "ms", "plan", "best baseline", "no baseline better"]
