@@ -35,7 +35,14 @@ def override_lax(enable: bool = True) -> Iterator[None]:
 
     Programs compiled within the context and outside it live side by side: entering and leaving recompiles nothing.
     HOCCL_OVERRIDE_LAX=1, set before hoccl_jax is imported, is a context around the whole process. HOCCL_DISABLE=1 wins over both.
+
+    RuntimeError inside functions that JAX traces: they are compiled when the context is over, or were already.
     """
+    if not core.trace_state_clean():
+        raise RuntimeError(
+            "hoccl_jax.override_lax() inside a function that JAX traces, which is compiled only later: use it around the outermost call"
+            " (as a decorator: above jax.jit), or call hoccl_jax's own functions inside"
+        )
     _install()
     before = _active.swap_local(enable)
     try:

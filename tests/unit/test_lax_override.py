@@ -124,6 +124,16 @@ def test_an_error_leaves_the_context() -> None:
     assert run(jax.jit(on_ranks(lambda x: lax.ppermute(x, "x", RING))), X)[1] == 0
 
 
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_context_that_could_have_no_effect_is_refused(enable: bool) -> None:
+    """A traced function is compiled after the context, if at all: its collectives would silently stay where they were."""
+    around_the_body = hoccl_jax.override_lax(enable)(on_ranks(lambda x: lax.ppermute(x, "x", RING)))
+    with pytest.raises(RuntimeError, match=r"override_lax\(\) inside a function that JAX traces.*above jax.jit"):
+        jax.jit(around_the_body)(X)
+    assert run(around_the_body, X)[1] == (RANKS if enable else 0)
+    assert run(hoccl_jax.override_lax(enable)(jax.jit(on_ranks(lambda x: lax.ppermute(x, "x", RING)))), X)[1] == (RANKS if enable else 0)
+
+
 def test_disabling_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCCL_DISABLE", "1")
     with hoccl_jax.override_lax():
