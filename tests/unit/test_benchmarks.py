@@ -1,14 +1,15 @@
-"""The CPU benchmark measures what it says and judges targets honestly."""
+"""The CPU benchmark measures what it says and judges targets honestly; JAX's own tests run on the side that they are said to."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+import textwrap
 
 import numpy as np
 import pytest
 
-from benchmarks import cpu, report
+from benchmarks import cpu, jax_tests, report
 from benchmarks.memcpy import Memcpy
 from benchmarks.report import Row, Samples
 from hoccl_jax.tools import launch
@@ -89,3 +90,34 @@ def test_page_and_plot_are_written(tmp_path: pathlib.Path) -> None:
     report.plot({"1x4": cases, "2x1": cases}, picture)
     assert "<svg" in picture.read_text()
     assert "(sweep.svg)" in report.page("facts", "table", picture.name)
+
+
+def test_jax_tests_are_compared_test_by_test(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "ring_test.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            import jax, numpy as np
+            jax.config.update("jax_num_cpu_devices", 2)
+
+            @jax.jit
+            def ring(x):
+                mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+                swap = lambda x: jax.lax.ppermute(x, "x", [(0, 1), (1, 0)])
+                return jax.shard_map(swap, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
+
+            def test_values(): np.testing.assert_array_equal(ring(np.arange(2)), [1, 0])
+            def test_text(): assert "collective_permute" in ring.lower(np.arange(2)).as_text(), "no permute"
+            def test_wrong(): assert False
+            """
+        )
+    )
+    lax, hoccl = (jax_tests.run(file, [], override=override, timeout=60) for override in (False, True))
+    assert lax.outcomes == {"test_values": "passed", "test_text": "passed", "test_wrong": "failed"}
+    assert hoccl.outcomes == {**lax.outcomes, "test_text": "failed"}
+    assert lax.stats is None
+    text = jax_tests.report(lax, hoccl)
+    assert "| jax.lax | 2 | 1 | 0 |\n| hoccl_jax | 1 | 2 | 0 |" in text
+    assert "- `test_text`: passed on jax.lax, failed on hoccl_jax. AssertionError: no permute" in text
+    assert "- `test_wrong`: fails on both" in text
+    assert "The engine ran {'ppermute': 2}; call sites left to XLA: {}; failures: 0." in text
