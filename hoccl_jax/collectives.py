@@ -148,5 +148,8 @@ def precv(token: Any, out_shape: Any, axis_name: AxisName, perm: Sequence[tuple[
       axis_name: as for psend.
       perm: as for psend.
       priority: see the module's text.
+
+    ValueError: the token is of a psend over the same `axis_name` and `perm` but of another shape or type, and no `psend` of the expected
+    ones is left to be received.
     """
     return _run(parallel.precv, priority, False, token, out_shape, axis_name, perm)

@@ -109,11 +109,11 @@ def _all_to_all_form(_ctx: Any, _groups: Groups, shape: tuple[int, ...], params:
     return Form(shape, split_axis=params["split_axis"], concat_axis=params["concat_axis"])
 
 
-def _pair_form(ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+def _pair_form(name: str, ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
     if "perm" not in params:
         return Form(shape, pairs=_pairs(range(len(groups[0])), params))
     # How jax.lax reads `perm` over several axes differs between its versions, so it is asked: it gives partition indices, groups first.
-    partitions, _ = parallel._pcollectives_lowering_common(ctx, axis_name=params["axis_name"], perm=params["perm"], op_name="ppermute")
+    partitions, _ = parallel._pcollectives_lowering_common(ctx, axis_name=params["axis_name"], perm=params["perm"], op_name=name)
     rank = {partition: rank for rank, partition in enumerate(groups[0])}
     return Form(shape, pairs=tuple((rank[int(src)], rank[int(dst)]) for src, dst in partitions[: len(params["perm"])]))
 
@@ -130,10 +130,10 @@ COLLECTIVES = (
     Collective("all_gather", parallel.all_gather_invariant_p, _gather_form),
     Collective("all_gather", parallel.all_gather_reduced_p, _gather_form),
     Collective("all_to_all", parallel.all_to_all_p, _all_to_all_form),
-    Collective("ppermute", parallel.ppermute_p, _pair_form),
-    Collective("pbroadcast", parallel.pbroadcast_p, _pair_form),
-    Collective("send", parallel.psend_p, _pair_form, differentiable=False),
-    Collective("recv", parallel.precv_p, _pair_form, differentiable=False),
+    Collective("ppermute", parallel.ppermute_p, partial(_pair_form, "ppermute")),
+    Collective("pbroadcast", parallel.pbroadcast_p, partial(_pair_form, "pbroadcast")),
+    Collective("send", parallel.psend_p, partial(_pair_form, "psend"), differentiable=False),
+    Collective("recv", parallel.precv_p, partial(_pair_form, "precv"), differentiable=False),
 )
 
 PRIMITIVES: dict[Primitive, Primitive] = {}
@@ -214,6 +214,8 @@ def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, opti
     attributes = call_attributes(collective, ctx, given, wanted, options, params)
     if attributes is None:
         return [without_moving(collective, ctx, operand, wanted, params)]
+    if collective.kind == "recv":
+        _check_sender(ctx, operand, attributes)
     if platform == "cuda" and options.overlap and not collective.one_sided:
         return [_call(ctx, operand, attributes, STREAMS[options.priority])]
     return [_call(ctx, operand, attributes)]
@@ -344,11 +346,42 @@ def _site(collective: Collective, ctx: Any, attributes: Params) -> int:
     """The number of a call in its module. The k-th send and the k-th receive of equal data over equal pairs get one number, below zero."""
     if not collective.one_sided:
         return next(ctx.module_context.channel_iterator)
-    # A dictionary that lives as long as the module's lowering, for state of primitives. Ours takes it through the module's nested contexts.
-    numbers = ctx.module_context.cached_primitive_lowerings.setdefault(TARGET, {})
-    what = (*(attributes[name].tobytes() for name in ("groups", "pairs", "shape")), attributes["dtype"])
+    numbers, what = _numbers(ctx), _what(attributes)
     count = numbers[collective.kind, what] = numbers.get((collective.kind, what), 0) + 1
     return numbers.setdefault((what, count), -1 - sum(1 for key in numbers if isinstance(key[1], int)))
+
+
+def _numbers(ctx: Any) -> dict[Any, int]:
+    """A dictionary that lives as long as the module's lowering, for state of primitives, which ours takes through nested contexts."""
+    return ctx.module_context.cached_primitive_lowerings.setdefault(TARGET, {})
+
+
+def _what(attributes: Params) -> Any:
+    """What a send and a receive that meet have in common."""
+    return (*(attributes[name].tobytes() for name in ("groups", "pairs", "shape")), attributes["dtype"])
+
+
+def _check_sender(ctx: Any, token: Any, attributes: Params) -> None:
+    """Refuses a receive that would wait in vain: its token is that of a send between the same ranks, but of other data.
+
+    Any token may order a receive, so that alone is no error while a send of the expected data is there to be received.
+    """
+    numbers, what = _numbers(ctx), _what(attributes)
+    if numbers["recv", what] <= numbers.get(("send", what), 0):
+        return
+    config = getattr(token.owner, "attributes", {})  # the owner of an argument is a block, which has none
+    if "mhlo.backend_config" not in config:
+        return
+    sent = config["mhlo.backend_config"]
+    if "kind" not in sent or sent["kind"].value != "send" or any(list(sent[key]) != list(attributes[key]) for key in ("groups", "pairs")):
+        return
+    given = (sent["dtype"].value, list(sent["shape"]))
+    expected = (attributes["dtype"], attributes["shape"].tolist())
+    if given != expected:
+        between = ", ".join(f"{src}->{dst}" for src, dst in attributes["pairs"].reshape(-1, 2))
+        raise ValueError(
+            f"precv: out_shape is {expected[0]}{expected[1]}, but the psend of its token sends {given[0]}{given[1]} (ranks {between})"
+        )
 
 
 def device_ids(mesh: Any, groups: Groups) -> np.ndarray:

@@ -148,6 +148,35 @@ def test_matching_sends_and_receives_have_one_number() -> None:
     assert max(sends) < 0 < min(call["site"] for call in found if call["kind"] == "all_gather")
 
 
+def test_a_receive_of_other_data_than_its_token_sends_is_refused() -> None:
+    """Nothing would ever come. A token of other data is an order, and no error, where the expected data was sent too."""
+
+    def step(x: jax.Array, *, sent_too: bool = False, back: bool = False) -> jax.Array:
+        if sent_too:
+            hoccl_jax.psend(x, "a", [(0, 1)])
+        token = hoccl_jax.psend(jnp.concatenate([x, x]), "a", [(0, 1)])
+        return hoccl_jax.precv(token, jax.ShapeDtypeStruct(x.shape, x.dtype), "a", [(1, 0) if back else (0, 1)])
+
+    with pytest.raises(ValueError, match=r"precv: out_shape is float32\[3\], but the psend of its token sends float32\[6\] \(ranks 0->1\)"):
+        lowered(step, mesh_of(2), (3,))
+    lowered(lambda x: step(x, sent_too=True), mesh_of(2), (3,))
+    lowered(lambda x: step(x, back=True), mesh_of(2), (3,))
+
+
+@pytest.mark.parametrize("name", ["psend", "precv", "ppermute"])
+def test_errors_name_the_function(name: str) -> None:
+    def step(x: jax.Array) -> Any:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        right, wrong = [(0, 1)], [(0, 1), (0, 0)]
+        if name == "ppermute":
+            return hoccl_jax.ppermute(x, "a", wrong)
+        token = hoccl_jax.psend(x, "a", wrong if name == "psend" else right)
+        return hoccl_jax.precv(token, like, "a", wrong if name == "precv" else right)
+
+    with pytest.raises(ValueError, match=f"^{name} sources and destinations must be unique"):
+        lowered(step, mesh_of(2), (3,))
+
+
 def test_a_new_module_counts_anew() -> None:
     def step(x: jax.Array) -> jax.Array:
         token = hoccl_jax.psend(x, "a", [(0, 1)])
