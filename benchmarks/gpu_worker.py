@@ -24,45 +24,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
 from benchmarks import nvswitch, peer_copy
+from benchmarks.gpu_programs import PLATFORM, barrier, gpu_mesh, program, spread
+from benchmarks.gpu_random import random_operations
 from tests import cases
 
 _REDUCES = ("all_gather", "pbroadcast")  # their transposes are reductions of jax.lax, which NCCL refuses to ranks that share a GPU
-
-
-PLATFORM = os.environ.get("GPU_WORKER_PLATFORM", "gpu")  # "cpu": a dry run, which checks the programs and measures nothing
-
-
-def gpu_mesh() -> Mesh:
-    return Mesh(np.array(jax.devices(PLATFORM)), "x")
-
-
-def program(function: Callable[..., Any], **kwargs: Any) -> Any:
-    return jax.jit(jax.shard_map(function, mesh=gpu_mesh(), in_specs=P("x"), out_specs=P("x"), **kwargs))
-
-
-def spread(rows: int, columns: int, dtype: Any = np.float32) -> jax.Array:
-    """A global array of distinct small numbers; `rows` are those of one rank."""
-    mesh = gpu_mesh()
-    shape = (rows * mesh.size, columns)
-    values = (np.arange(rows * mesh.size * columns) % 8191).astype(dtype).reshape(shape)
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, P("x")), lambda index: values[index])
-
-
-def _store() -> Any:
-    """JAX's key-value store of the job."""
-    return distributed.global_state.client
-
-
-def barrier(name: str) -> None:
-    if jax.process_count() == 1:
-        return
-    _store().wait_at_barrier(f"gpu_worker/{name}", 120_000)
 
 
 def equivalence(seed: int, count: int) -> dict[str, Any]:
@@ -259,72 +230,6 @@ def profile(steps: int) -> dict[str, Any]:
         entry["count"] += 1
         entry["us"] += event["us"]
     return seen
-
-
-def _filled(value: int, _index: Any) -> np.ndarray:
-    return np.full((1, 1), value, np.int32)
-
-
-def random_operations(seconds: float, seed: int) -> dict[str, Any]:
-    """Random operations for so long; every chunk of every result is checked on the device, by sums of sentinels that all ranks know."""
-    size = gpu_mesh().size
-    rng = np.random.default_rng(seed)
-    ring = [(r, (r + 1) % size) for r in range(size)]
-    programs: dict[Any, Any] = {}
-    mismatches, ran = 0, 0
-    end = time.monotonic() + seconds
-
-    def make(kind: str, rows: int, columns: int, priority: Any) -> Any:
-        def body(start: jax.Array) -> jax.Array:
-            rank = jax.lax.axis_index("x")
-
-            def sentinel(of: Any, rows: int = rows, first: Any = 0) -> jax.Array:
-                index = jnp.arange(rows * columns, dtype=jnp.int32).reshape(rows, columns) + first
-                return index * 7919 + jnp.asarray(of, jnp.int32) * 104729 + start[0, 0]
-
-            x = sentinel(rank)
-            if kind == "ppermute":
-                got, wanted = hoccl_jax.ppermute(x, "x", ring, priority=priority), sentinel((rank - 1) % size)
-            elif kind == "all_gather":
-                got = hoccl_jax.all_gather(x, "x", priority=priority)
-                wanted = jnp.stack([sentinel(r) for r in range(size)])
-            else:
-                got = hoccl_jax.all_to_all(x, "x", 0, 0, tiled=True, priority=priority)
-                block = rows // size
-                wanted = jnp.concatenate([sentinel(r, block, rank * block * columns) for r in range(size)])
-            return jnp.sum(got != wanted, dtype=jnp.int32)[None, None]
-
-        return program(body)
-
-    while True:
-        # All ranks must end at the same operation: rank 0 says when.
-        if jax.process_count() == 1:
-            if time.monotonic() > end:
-                break
-        elif ran % 50 == 0:
-            go_on = f"gpu_worker/random/{seed}/{ran}"
-            client = _store()
-            if jax.process_index() == 0:
-                client.key_value_set(go_on, "1" if time.monotonic() < end else "0")
-            if client.blocking_key_value_get(go_on, 60_000) == "0":
-                break
-        kind = ("ppermute", "all_gather", "all_to_all")[rng.integers(3)]
-        rows, columns = size * int(rng.choice([1, 3, 16, 128])), int(rng.choice([1, 33, 1024, 8192]))
-        key = (kind, rows, columns, ("foreground", "background")[rng.integers(2)])
-        if key not in programs:
-            programs[key] = make(*key)
-        start = jax.make_array_from_callback((size, 1), NamedSharding(gpu_mesh(), P("x")), functools.partial(_filled, ran))
-        wrong = programs[key](start)
-        mismatches += int(np.asarray(wrong.addressable_shards[0].data).sum())
-        ran += 1
-    hoccl_jax.check_errors()
-    return {
-        "ran": ran,
-        "mismatches": mismatches,
-        "programs": len(programs),
-        "bytes_in_use": (jax.local_devices(backend=PLATFORM)[0].memory_stats() or {}).get("bytes_in_use"),
-        "stats": hoccl_jax.stats(),
-    }
 
 
 def interference(size: int, count: int, moved: int, libraries: list[str], events: bool = False) -> dict[str, Any]:
