@@ -163,9 +163,10 @@ void PlanMatrix(const PlanOptions& options, Plan* plan) {
   int64_t busiest_nic = LargestSum(topology.nodes(), demand.weight);
   PlanBetweenNodes(demand, options.error, plan);
   OrderStages(demand, plan);
-  // At least two chunks to a transfer of average size, so that copies go on beside the NICs in short stages too.
-  int64_t busiest_port = busiest_nic > 0 ? std::min(busiest_nic, kChunksOfBusiestPort / 2 * MeanTransfer(demand, *plan)) : busiest_link;
-  plan->chunk_bytes = ChunkFor(busiest_port, options);
+  // At least two chunks to a transfer of average size, so that copies go on beside the NICs in short stages too. Without NICs nothing waits
+  // for chunks.
+  plan->chunk_bytes = busiest_nic > 0 ? ChunkFor(std::min(busiest_nic, kChunksOfBusiestPort / 2 * MeanTransfer(demand, *plan)), options)
+                                      : options.chunk_bytes;
   plan->slots = SlotsFor(plan->chunk_bytes, options);
   if (busiest_nic > 0) plan->spared = demand.busy;
   plan->direct.resize(topology.nodes());
