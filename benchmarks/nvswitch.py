@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import app
 from tabulate import tabulate
 
 from benchmarks import report, schedule_cases
@@ -23,7 +23,6 @@ OPERATIONS = ("ppermute", "all_to_all", "all_gather", "ragged_all_to_all")
 _WHOLE = 1 << 40  # bytes of a chunk: no flow is divided
 SIZES = (64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20, 1 << 30)
 
-_OUTPUT = flags.DEFINE_string("output", "docs/results", "Folder of the page.")
 
 # us on two H200s, a process each: docs/results/h200x2-2026-11-30.md.
 _MEASURED = {
@@ -126,9 +125,9 @@ def page() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"no such arguments: {argv[1:]}")
-    folder = pathlib.Path(_OUTPUT.value)
+    if len(argv) > 2:
+        raise app.UsageError(f"one folder at most, got {argv[1:]}")
+    folder = pathlib.Path(argv[1] if len(argv) > 1 else "docs/results")
     folder.mkdir(parents=True, exist_ok=True)
     text = page()
     (folder / "nvswitch.md").write_text(text)
