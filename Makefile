@@ -26,18 +26,18 @@ CONFIGURATION = build_tools/find_python.sh build_tools/xla_headers.py build_tool
 # The second environment's engine is the first one's: where ccache is found, it is compiled once.
 export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
 export CCACHE_BASEDIR = $(CURDIR)
-# ThreadSanitizer cannot place its shadow memory under the address randomisation of some kernels; where it may be turned off, it is.
+# The sanitizers cannot place their shadow memory under the address randomisation of some kernels; where it may be turned off, it is.
 NO_ASLR = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
 demo: venv
 	$(BIN)/python examples/pipeline_training.py
 
 # What comes from elsewhere first, all at a time. The rest runs three steps at a time, so that some compile while others wait in their tests; what a
-# step says appears when it is over. The first failure lets the other steps end, and fails the whole. Bazel and the sanitizers run the C++ tests:
-# cpp-test would be a fourth time.
+# step says appears when it is over. The first failure lets the other steps end, and fails the whole. The C++ tests run under ThreadSanitizer, and in
+# Bazel's build under AddressSanitizer: cpp-test and asan would only compile and run them again.
 test:
 	$(MAKE) --jobs=3 --output-sync=target test-packages $(VENV)/.requirements oldest-requirements
-	$(MAKE) --jobs=3 --output-sync=target lint py-test-oldest asan tsan py-test bazel-test
+	$(MAKE) --jobs=3 --output-sync=target lint py-test-oldest py-test tsan bazel-test
 	@$(MAKE) --no-print-directory report
 	@[ -z "$(OLDEST)" ] || $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV)
 
@@ -78,7 +78,7 @@ tsan asan: $(VENV)/.requirements
 	PATH="$(BIN):$$PATH" $(NO_ASLR) ctest --test-dir build/$@ --output-on-failure --parallel $(JOBS)
 
 bazel-test: venv
-	bazel test //... --jobs=$(JOBS) \
+	$(NO_ASLR) bazel test //... --config=asan --jobs=$(JOBS) \
 	  --repo_env=HOCCL_CUDA_INCLUDE_DIR="$$(sed -n 's/^HOCCL_CUDA_INCLUDE_DIR:[A-Z]*=//p' $(BUILD)/CMakeCache.txt)"
 
 py-test: venv
