@@ -32,12 +32,13 @@ NO_ASLR = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(un
 demo: venv
 	$(BIN)/python examples/pipeline_training.py
 
-# What comes from elsewhere first, all at a time. The rest runs three steps at a time, so that some compile while others wait in their tests; what a
-# step says appears when it is over. The first failure lets the other steps end, and fails the whole. The C++ tests run under ThreadSanitizer, and in
-# Bazel's build under AddressSanitizer: cpp-test and asan would only compile and run them again.
+# What comes from elsewhere first, all at a time; then the engine, which ccache keeps for the other environment. The tests run three steps at a time,
+# so that some compile while others wait; what a step says appears when it is over. The first failure lets the other steps end, and fails the whole.
+# The C++ tests run under ThreadSanitizer, and in Bazel's build under AddressSanitizer: cpp-test and asan would only compile and run them again.
 test:
 	$(MAKE) --jobs=3 --output-sync=target test-packages $(VENV)/.requirements oldest-requirements
-	$(MAKE) --jobs=3 --output-sync=target lint py-test-oldest py-test tsan bazel-test
+	$(MAKE) --jobs=2 --output-sync=target venv lint
+	$(MAKE) --jobs=3 --output-sync=target py-test py-test-oldest tsan bazel-test
 	@$(MAKE) --no-print-directory report
 	@[ -z "$(OLDEST)" ] || $(MAKE) --no-print-directory report VENV=$(OLDEST_VENV)
 
