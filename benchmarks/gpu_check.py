@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_check                one GPU, shared by two processes
     python -m benchmarks.gpu_check --network      the same, and only the network connects the processes
     python -m benchmarks.gpu_check --gpus 2       several GPUs: bandwidth, latency, interference and end to end, beside jax.lax (NCCL) and
-                                                  the simulator's prediction; from four on also as two nodes, of half of the GPUs each
+                                                  the simulator's prediction; 4, 6, 8 ... of them also as two nodes
 
 The page docs/results/<--page>.md is written with the date, the driver and the versions. --nobuild takes the extension and the C++ tests as
 they are (--tests names the folder of the latter).
@@ -166,15 +166,25 @@ def _one() -> list[Row]:
     return rows if FLAGS.dryrun else rows + _cpp_tests()
 
 
+def _chain_entries(form: str, chain: Any) -> list[Row]:
+    entries = chain if isinstance(chain, dict) else {"failed": chain}
+    return [(f"{operation}, {form}", json.dumps(entry), "") for operation, entry in entries.items()]
+
+
+def _network_chains(form: str, job: _Job, env: dict[str, str]) -> list[Row]:
+    rows = []
+    for sizes, steps in (([4096, 65536, 1 << 20], 50), ([64 << 20], 5)):
+        chain = _run("chains", {"sizes": sizes, "steps": steps, "repeats": 7, "libraries": ["hoccl_jax"]}, job, env)[0]
+        rows += _chain_entries(form, chain)
+    return rows
+
+
 def _network() -> list[Row]:
     rows: list[Row] = []
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60", **_NODES}
     rows.append(_equivalence("cases, by the network", _run("equivalence", {"seed": 31, "count": 100}, _SHARED, env)))
     rows.append(_messages("by the network", _run("messages", {"rounds": 20}, _SHARED, env)))
-    for sizes, steps in (([4096, 65536, 1 << 20], 50), ([64 << 20], 5)):
-        chain = _run("chains", {"sizes": sizes, "steps": steps, "repeats": 7, "libraries": ["hoccl_jax"]}, _SHARED, env)[0]
-        for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
-            rows.append((f"{operation}, by the network", json.dumps(entry), ""))
+    rows += _network_chains("by the network", _SHARED, env)
     profile = _run("profile", {"steps": 20}, _SHARED, env)[0]
     rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
     rows.append(_random_operations("by the network", 6, env))
@@ -206,6 +216,9 @@ def _several() -> list[Row]:
     small, large = [65536, 1 << 20, 8 << 20, 64 << 20], [256 << 20, _GIB]
     sizes = [65536] if FLAGS.dryrun else small + large
     limits = _run("limits", {"sizes": small + large}, alone, env)[0]
+    if isinstance(limits, str):
+        rows.append(("bare copies", limits, ""))
+        limits = {}
     for form, job in (("a process a GPU", apart), ("one process", alone)):
         times = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": _LIBRARIES}, job, env)[0]
         bigger = _run("chains", {"sizes": large, "steps": 15, "repeats": 5, "libraries": _LIBRARIES}, job, env)[0]
@@ -222,18 +235,14 @@ def _several() -> list[Row]:
             rows.append((f"8 layers, weights gathered, {shape['rows']} rows a GPU, us, {form}", json.dumps(forward), ""))
     zero = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": ["jax.lax"]}, apart, env | _ZERO_CTA)[0]
     rows.append(("jax.lax with NCCL's zero-CTA policy, us", json.dumps(zero)[:3000], ""))
-    return rows if FLAGS.gpus < 4 else rows + _two_nodes(apart, env)
+    return rows if FLAGS.gpus < 4 or FLAGS.gpus % 2 else rows + _two_nodes(apart, env)
 
 
 def _two_nodes(job: _Job, env: dict[str, str]) -> list[Row]:
     """Two nodes of half of the GPUs each: what crosses takes the way through pinned memory and the network."""
     form, env = f"two nodes of {FLAGS.gpus // 2} GPUs", env | _NODES
     rows = [_equivalence(f"cases, {form}", _run("equivalence", {"seed": 41, "count": 60}, job, env))]
-    for sizes, steps in (([65536, 1 << 20], 50), ([64 << 20], 5)):
-        chain = _run("chains", {"sizes": sizes, "steps": steps, "repeats": 7, "libraries": ["hoccl_jax"]}, job, env)[0]
-        for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
-            rows.append((f"{operation}, {form}", json.dumps(entry), ""))
-    return rows
+    return rows + _network_chains(form, job, env)
 
 
 def _versions() -> str:
@@ -247,6 +256,8 @@ def _versions() -> str:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"no such arguments: {argv[1:]}")
+    if FLAGS.gpus > 1 and FLAGS.network:
+        raise app.UsageError("--network checks one GPU: leave --gpus out")
     os.chdir(_ROOT)
     if FLAGS.build:
         _build()

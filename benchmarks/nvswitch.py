@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from absl import app
@@ -53,12 +52,6 @@ _ASSUMPTIONS = """\
 - The bound: what the busiest link must carry, over its speed."""
 
 
-def _topology(gpus: int) -> Any:
-    speeds = sched.LinkSpeeds()
-    speeds.nvlink = 394e9
-    return sched.Topology.uniform(1, gpus, 1, speeds)
-
-
 def bytes_between(operation: str, size: int, gpus: int) -> np.ndarray:
     """int64 [gpus, gpus], row = source: what each rank sends to each, of operands of `size` bytes a rank."""
     if operation == "ppermute":
@@ -84,7 +77,7 @@ class Prediction:
 
 def predict(operation: str, size: int, gpus: int) -> Prediction:
     """Of an operation whose operands have `size` bytes a rank."""
-    where = _topology(gpus)
+    where = schedule_cases.h200_node(gpus)
     matrix = bytes_between(operation, size, gpus)
     np.fill_diagonal(matrix, 0)  # the own part does not take the link
     traffic = sched.Traffic.matrix(matrix)
