@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import gzip
-import itertools
 import json
 import os
-import pathlib
 import statistics
 import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
 from benchmarks import nvswitch, peer_copy
-from benchmarks.gpu_programs import PLATFORM, barrier, gpu_mesh, program, spread
+from benchmarks.gpu_programs import PLATFORM, barrier, gpu_events, gpu_mesh, median_us, program, spread
 from benchmarks.gpu_random import random_operations
 from tests import cases
 
@@ -93,22 +88,6 @@ def messages(rounds: int) -> dict[str, Any]:
     total = int(sum(int(each) for each in wrong))
     hoccl_jax.check_errors()
     return {"rounds": rounds, "wrong": total, "stats": hoccl_jax.stats()}
-
-
-_measurements = itertools.count()
-
-
-def _median_us(step: Callable[[], Any], per_call: int, repeats: int = 20) -> float:
-    jax.block_until_ready(step())
-    jax.block_until_ready(step())
-    number = next(_measurements)
-    times = []
-    for i in range(repeats):
-        barrier(f"measurement {number}/{i}")
-        start = time.perf_counter()
-        jax.block_until_ready(step())
-        times.append((time.perf_counter() - start) / per_call * 1e6)
-    return statistics.median(times)
 
 
 LIBRARIES = {"hoccl_jax": hoccl_jax, "jax.lax": jax.lax}
@@ -181,7 +160,7 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
                 step = program(function)
                 jax.block_until_ready(step(argument))
                 hoccl_jax.reset_stats()
-                entry: dict[str, Any] = {"us": _median_us(functools.partial(step, argument), operations, repeats)}
+                entry: dict[str, Any] = {"us": median_us(functools.partial(step, argument), operations, repeats)}
                 if library is hoccl_jax:
                     counts = hoccl_jax.stats()
                     entry["host_us"] = counts["handlers"]["nanoseconds"] / max(1, counts["handlers"]["calls"]) / 1e3
@@ -189,25 +168,6 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
                 result[f"{name} {function.__name__} {count}"] = entry
     hoccl_jax.check_errors()
     return result
-
-
-def gpu_events(step: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What runs on this process's GPUs during one call of `step`, in order of time: name, device, start and duration in us, details."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(step())
-        (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    found = []
-    for event in events:
-        stream = threads.get((event.get("pid"), event.get("tid")), "")
-        device = processes.get(event.get("pid"), "")
-        if event.get("ph") == "X" and "/device:GPU" in device and stream.startswith("Stream"):
-            details = {k: v for k, v in event.get("args", {}).items() if k.endswith("_details")}
-            found.append({"name": event["name"], "device": device, "stream": stream, "at": event["ts"], "us": event["dur"], **details})
-    return sorted(found, key=lambda event: event["at"])
 
 
 def profile(steps: int) -> dict[str, Any]:
@@ -267,7 +227,7 @@ def interference(size: int, count: int, moved: int, libraries: list[str], events
     times: dict[str, list[float]] = collections.defaultdict(list)
     for i in range(4):  # in turns
         for name, (step, arguments) in programs.items():
-            time_us = _median_us(functools.partial(step, *arguments), 1, 5)
+            time_us = median_us(functools.partial(step, *arguments), 1, 5)
             if i > 0:
                 times[name].append(time_us)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -315,7 +275,7 @@ def gathered_forward(rows: int, libraries: list[str], layers: int = 8, width: in
     for i in range(4):  # in turns
         for name, (step, arguments) in programs.items():
             outcomes[name] = step(*arguments)
-            time_us = _median_us(functools.partial(step, *arguments), 1, 7)
+            time_us = median_us(functools.partial(step, *arguments), 1, 7)
             if i > 0:
                 times[name].append(time_us)
     ours, theirs = (outcomes[name].addressable_shards for name in libraries)
