@@ -23,7 +23,7 @@ from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax import parallel
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import func, hlo
+from jax._src.lib.mlir.dialects import func, hlo, sdy
 from jax._src.mesh import Mesh
 from jax.extend.core import Primitive
 
@@ -210,6 +210,7 @@ def _lower_twin(twin: Primitive, ctx: Any, *operands: Any, options: Options, **p
 
 def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, options: Options, **params: Any) -> Any:
     """Emits the custom call, or nothing but data where nothing moves."""
+    named = _mesh_axes(ctx, params)
     (given,), (wanted,) = ctx.avals_in, ctx.avals_out
     attributes = call_attributes(collective, ctx, given, wanted, options, params)
     if attributes is None:
@@ -217,8 +218,8 @@ def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, opti
     if collective.kind == "recv":
         _check_sender(ctx, operand, attributes)
     if platform == "cuda" and options.overlap and not collective.one_sided:
-        return [_call(ctx, operand, attributes, STREAMS[options.priority])]
-    return [_call(ctx, operand, attributes)]
+        return [_call(ctx, operand, attributes, STREAMS[options.priority], named)]
+    return [_call(ctx, operand, attributes, None, named)]
 
 
 def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, options: Options, params: Params) -> Params | None:
@@ -289,7 +290,19 @@ def beside(ctx: Any, operands: Sequence[Any], stream: str, body: Callable[..., A
     return call.results[0]
 
 
-def _call(ctx: Any, operand: Any, attributes: Params, stream: str | None = None) -> Any:
+def _mesh_axes(ctx: Any, params: Params) -> Any:
+    """The mesh and the axes of the groups as StableHLO's collectives have them, for who reads the program; None unless JAX does so."""
+    find = getattr(parallel, "_try_mesh_axes_replica_group", None)  # since jax 0.11
+    if find is None or params.get("axis_index_groups") is not None:
+        return None
+    found = find(ctx, params["axis_name"], None)
+    if not hasattr(found, "mesh"):  # jax.config.use_rgv3 is off: a list of devices
+        return None
+    mesh = sdy.MeshAttr.get([sdy.MeshAxisAttr.get(str(name), size) for name, size in ctx.module_context.axis_context.mesh.shape.items()])
+    return hlo.ReplicaGroupMeshAxesAttr.get(mesh, found.axes)
+
+
+def _call(ctx: Any, operand: Any, attributes: Params, stream: str | None, mesh_axes: Any) -> Any:
     """The custom call, on a stream of its own if one is named. Elements narrower than a byte travel as bytes."""
 
     def carried(aval: Any) -> Any:
@@ -305,10 +318,16 @@ def _call(ctx: Any, operand: Any, attributes: Params, stream: str | None = None)
     # same program, so what XLA drops or merges it drops or merges on all of them. A send and its recv must stay even where nothing uses the
     # result.
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=attributes["kind"] in ("send", "recv"))
-    if stream is None:
+
+    def call(operand: Any) -> Any:
         (result,) = lowering(inner, operand, **attributes)
-    else:  # nothing but the call: XLA:GPU compiles no kernels for another stream
-        result = beside(inner, [operand], stream, lambda operand: lowering(inner, operand, **attributes)[0])
+        assert isinstance(result, ir.Value)
+        if mesh_axes is not None:
+            ir.OpResult(result).owner.attributes["replica_groups"] = mesh_axes
+        return result
+
+    # On another stream stands nothing but the call: XLA:GPU compiles no kernels for one.
+    result = call(operand) if stream is None else beside(inner, [operand], stream, call)
     return convert(ctx, result, carried(wanted), wanted)
 
 

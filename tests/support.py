@@ -180,7 +180,7 @@ def _export(bench: Bench) -> None:
     safe = [jax.export.DisabledSafetyCheck.custom_call(primitives.TARGET)]
     program = jax.jit(bench.over_ranks(bench.operation.body))
     exported = jax.export.export(program, disabled_checks=safe)(bench.placed(bench.x))
-    _run(bench, jax.jit(exported.call))
+    _run(bench, jax.jit(jax.export.deserialize(exported.serialize()).call))
 
 
 TRANSFORMS: dict[str, Callable[[Bench], None]] = {

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src import config
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -161,6 +162,21 @@ def test_a_receive_of_other_data_than_its_token_sends_is_refused() -> None:
         lowered(step, mesh_of(2), (3,))
     lowered(lambda x: step(x, sent_too=True), mesh_of(2), (3,))
     lowered(lambda x: step(x, back=True), mesh_of(2), (3,))
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_use_rgv3"), reason="since jax 0.11")
+def test_the_mesh_axes_are_named_where_jax_names_them() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return hoccl_jax.all_gather(hoccl_jax.all_to_all(x, ("b", "a"), 0, 1), "b")
+
+    mesh = mesh_of(2, 3)
+    with config.use_rgv3(False):
+        assert "axis_ref" not in lowered(step, mesh, (6, 5)).as_text()
+    with config.use_rgv3(True):
+        text = lowered(step, mesh, (6, 5)).as_text()
+    named = re.findall(r"custom_call @hoccl.* replica_groups = #stablehlo.replica_group_mesh_axes<mesh = (.*?), axes = \[(.*?)\]>", text)
+    assert [re.findall(r'"(\w)"', axes) for _, axes in named] == [["b", "a"], ["b"]]
+    assert [mesh for mesh, _ in named] == ['#sdy.mesh<["a"=2, "b"=3]>'] * 2
 
 
 @pytest.mark.parametrize("name", ["psend", "precv", "ppermute"])
