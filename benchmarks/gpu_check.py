@@ -152,6 +152,10 @@ def _one() -> list[Row]:
     growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOCCL_TIMEOUT_S": "60"}
     rows.append(_equivalence("cases, preallocated memory", _run("equivalence", {"seed": 11, "count": 150}, _SHARED, shared)))
     rows.append(_equivalence("cases, growing pool", _run("equivalence", {"seed": 12, "count": 150}, _SHARED, growing)))
+    rows.append(_equivalence("reshardings and their gradients", _run("reshardings", {"seed": 0, "count": 30}, _SHARED, shared)))
+    for name, env in (("preallocated memory", shared), ("growing pool", growing)):
+        outcome = _run("mixture", {"tokens": 512, "width": 256, "steps": 5}, _SHARED, env)
+        rows.append((f"mixture of experts against the dense model, {name}", json.dumps(outcome), "furthest below 1e-4"))
     rows.append(_messages("two processes of one GPU", _run("messages", {"rounds": 20}, _SHARED, shared)))
     profile = _run("profile", {"steps": 20}, _SHARED, shared)[0]
     rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
 from benchmarks import nvswitch, peer_copy
+from benchmarks.gpu_cases import mixture, reshardings
 from benchmarks.gpu_programs import PLATFORM, barrier, gpu_events, gpu_mesh, median_us, program, spread
 from benchmarks.gpu_random import random_operations
 from tests import cases
@@ -289,7 +290,10 @@ def limits(sizes: list[int]) -> dict[str, Any]:
     return peer_copy.pairs(sizes)
 
 
-TASKS = {f.__name__: f for f in (limits, gathered_forward, equivalence, messages, chains, profile, random_operations, interference)}
+TASKS = {
+    f.__name__: f
+    for f in (limits, gathered_forward, equivalence, messages, chains, profile, random_operations, mixture, reshardings, interference)
+}
 
 
 def main() -> None:
