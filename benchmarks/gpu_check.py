@@ -5,8 +5,8 @@
     python -m benchmarks.gpu_check --gpus 2       several GPUs: bandwidth, latency, interference and end to end, beside jax.lax (NCCL) and
                                                   the simulator's prediction; 4, 6, 8 ... of them also as two nodes
 
-The page docs/results/<--page>.md is written with the date, the driver and the versions. --nobuild takes the extension and the C++ tests as
-they are (--tests names the folder of the latter).
+The page docs/results/<--page>.md is written with the date, the driver and the versions; for several GPUs also <--page>.json, whose numbers
+benchmarks/gpu_plots.py draws. --nobuild takes the extension and the C++ tests as they are (--tests names the folder of the latter).
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from absl import app, flags
 
-from benchmarks import nvswitch
+from benchmarks import gpu_page, nccl_direct
 from hoccl_jax.tools import launch
 
 FLAGS = flags.FLAGS
@@ -35,11 +37,15 @@ flags.DEFINE_bool("build", True, "Build the extension in place and the C++ tests
 flags.DEFINE_string("tests", "build/gpu/tests", "Folder of the C++ tests.")
 flags.DEFINE_bool("dryrun", False, "On CPU devices with small sizes: shows that the script works, measures nothing, writes no page.")
 flags.DEFINE_string("page", None, "Name of the page in docs/results (default: h200-<date>, h200-network-<date> or h200x<gpus>-<date>).")
+flags.DEFINE_float(
+    "time_limit", None, "Seconds from the start after which no part is started; the page says which are missing.", lower_bound=0
+)
 flags.DEFINE_float("seconds", 60, "How long the random operations run, for each form of memory.", lower_bound=1)
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _LIBRARIES = ["hoccl_jax", "jax.lax"]
 _GIB = 1 << 30
+_LARGE = 256 << 20
 
 _DRY: dict[str, Any] = {
     "sizes": [65536],
@@ -57,6 +63,11 @@ _DRY: dict[str, Any] = {
 _NODES = {"GPU_WORKER_NODES": "2", "HOCCL_NET_BETWEEN": "nodes"}
 # NCCL by copy engines: XLA gives it registered memory, and the policy leaves it no SMs.
 _ZERO_CTA = {"XLA_FLAGS": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true", "NCCL_CTA_POLICY": "2"}
+
+# NCCL called directly, and bare copies, allocate memory beside JAX.
+_BARE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+_STARTED = time.monotonic()
 
 Row = tuple[str, str, str]  # what, result, wanted
 
@@ -91,16 +102,28 @@ def _run(task: str, arguments: dict[str, Any], job: _Job, env: dict[str, str]) -
         arguments = arguments | {k: v for k, v in _DRY.items() if k in arguments}
     program = ["-m", "benchmarks.gpu_worker", task, json.dumps(arguments)]
     start = time.monotonic()
+    left = math.inf if FLAGS.time_limit is None else _STARTED + FLAGS.time_limit - start
+    if left < 15:
+        return ["left out: --time_limit is over"]
     try:
         gpus = None if FLAGS.dryrun else job.gpus
-        results = launch.run(program, processes=job.processes, gpus=gpus, env={**os.environ, **environment}, timeout=400)
+        results = launch.run(program, processes=job.processes, gpus=gpus, env={**os.environ, **environment}, timeout=min(400, left))
     except launch.LaunchError as error:
-        return [f"failed: {str(error)[-2000:]}"]
+        return [_partial(result.output, f"failed: {str(error)[-2000:]}") for result in error.results] or [f"failed: {error}"]
     finally:
         print(f"{task} {arguments} {env}: {time.monotonic() - start:.0f} s", flush=True)
-    lines = [[line for line in result.output.splitlines() if line.startswith("RESULT ")][-1] for result in results]
-    print(lines[0][:3000], flush=True)
-    return [json.loads(line[len("RESULT ") :]) for line in lines]
+    outcomes: list[Any] = []
+    for result in results:
+        lines = [line for line in result.output.splitlines() if line.startswith("RESULT ")]
+        outcomes.append(json.loads(lines[-1][len("RESULT ") :]) if lines else f"failed: no result in {result.output[-2000:]}")
+    print(json.dumps(outcomes[0])[:3000], flush=True)
+    return outcomes
+
+
+def _partial(output: str, failed: str) -> Any:
+    """What a failed process had found until then, where it said so, and in any case the failure."""
+    lines = [line for line in output.splitlines() if line.startswith("PARTIAL ")]
+    return {**json.loads(lines[-1][len("PARTIAL ") :]), "failed": failed} if lines else failed
 
 
 def _cpp_tests(pattern: str = "cuda_*_test", all_connections: Sequence[str] = ("", "1", "32")) -> list[Row]:
@@ -128,8 +151,8 @@ def _cpp_tests(pattern: str = "cuda_*_test", all_connections: Sequence[str] = ("
 
 
 def _equivalence(row: str, outcome: list[Any]) -> Row:
-    if isinstance(outcome[0], str):
-        return (row, outcome[0], "all equal")
+    if broken := [rank for rank in outcome if isinstance(rank, str)]:
+        return (row, broken[0], "all equal")
     failed = {name: text for rank in outcome for name, text in rank["failed"].items()}
     text = f"{outcome[0]['ran']} cases equal" if not failed else f"{len(failed)} of {outcome[0]['ran']} differ: {json.dumps(failed)[:1500]}"
     return (row, f"{text}; left out: {outcome[0]['left_out']}", "all equal")
@@ -195,41 +218,38 @@ def _network() -> list[Row]:
     return rows if FLAGS.dryrun else rows + _cpp_tests("cuda_network_test", ("",))
 
 
-def _chain_rows(form: str, times: dict[str, Any], limits: dict[str, float], sizes: Sequence[int]) -> list[Row]:
-    rows = []
-    for operation in nvswitch.OPERATIONS:
-        for size in sizes:
-            ours, theirs = times[f"hoccl_jax {operation} {size}"], times.get(f"jax.lax {operation} {size}")
-            matrix = nvswitch.bytes_between(operation, size, FLAGS.gpus)
-            moved = int((matrix.sum(axis=1) - matrix.diagonal()).max())
-            text = f"{ours['us']:.1f} us = {moved / ours['us'] / 1e3:.0f} GB/s; host {ours['host_us']:.1f} us"
-            text += f"; predicted {1e6 * nvswitch.predict(operation, size, FLAGS.gpus).direct:.1f} us"
-            if theirs:
-                text += f"; jax.lax {theirs['us']:.1f} us ({theirs['us'] / ours['us']:.2f}x)"
-            if limit := limits.get(f"both ways {moved}"):
-                text += f"; bare copy {limit:.1f} us ({limit / ours['us']:.2f})"
-            rows.append((f"{operation}, {size} B a rank, {form}", text, ""))
-    return rows
+def _collectives(
+    form: str, job: _Job, env: dict[str, str], limits: dict[str, float], sizes: Sequence[int], measured: dict[str, Any]
+) -> list[Row]:
+    """hoccl_jax, jax.lax and NCCL directly, into `measured`; a row for each thing that failed."""
+    # One process: what says most.
+    operations = gpu_page.OPERATIONS if job.processes > 1 else ("ppermute", "all_to_all", "all_gather")
+    chains: dict[str, Any] = {}
+    for some, steps, repeats in (([size for size in sizes if size < _LARGE], 100, 9), ([size for size in sizes if size >= _LARGE], 15, 5)):
+        arguments = {"sizes": some, "steps": steps, "repeats": repeats, "libraries": _LIBRARIES, "operations": operations}
+        outcome = _run("chains", arguments, job, env)[0]
+        chains |= outcome if isinstance(outcome, dict) else {f"chains of {len(some)} sizes": {"failed": outcome}}
+    nccl = nccl_direct.merge(_run("nccl", {"sizes": sizes}, job, env | _BARE))
+    if "version" in nccl:
+        measured["nccl"] = nccl["version"]
+    measured["forms"][form] = gpu_page.lines(chains, nccl, limits, sizes, FLAGS.gpus)
+    return [(f"{what}, {form}", error, "") for what, error in gpu_page.failures(chains, nccl)]
 
 
-def _several() -> list[Row]:
-    rows: list[Row] = []
+def _several(rows: list[Row], measured: dict[str, Any]) -> None:
+    """Fills the rows, and `measured` with what gpu_page has tables for."""
     gpus = tuple(str(gpu) for gpu in range(FLAGS.gpus))
     apart, alone = _Job(FLAGS.gpus, gpus), _Job(1)
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8", "HOCCL_TIMEOUT_S": "60", "JAX_CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    small, large = [65536, 1 << 20, 8 << 20, 64 << 20], [256 << 20, _GIB]
-    sizes = [65536] if FLAGS.dryrun else small + large
-    limits = _run("limits", {"sizes": small + large}, alone, env)[0]
+    forms = (("a process a GPU", apart), ("one process", alone))
+    sizes = _DRY["sizes"] if FLAGS.dryrun else [4096, 65536, 1 << 20, 8 << 20, 64 << 20, _LARGE, _GIB]
+    limits = _run("limits", {"sizes": gpu_page.copied(sizes, FLAGS.gpus)}, alone, env | _BARE)[0]
     if isinstance(limits, str):
         rows.append(("bare copies", limits, ""))
         limits = {}
-    for form, job in (("a process a GPU", apart), ("one process", alone)):
-        times = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": _LIBRARIES}, job, env)[0]
-        bigger = _run("chains", {"sizes": large, "steps": 15, "repeats": 5, "libraries": _LIBRARIES}, job, env)[0]
-        if isinstance(times, str) or isinstance(bigger, str):
-            rows.append((f"chains, {form}", f"{times} {bigger}"[:2000], ""))
-            continue
-        rows += _chain_rows(form, times | bigger, limits, sizes)
+    for form, job in forms:
+        rows += _collectives(form, job, env, limits, sizes, measured)
+    for form, job in forms:
         both = _run("interference", {"size": 8192, "count": 6, "moved": 3 * _GIB, "libraries": _LIBRARIES}, job, env)[0]
         rows.append((f"GEMMs and a transfer, us, {form}", json.dumps(both), "hoccl_jax: +2 %"))
         rows.append(_messages(form, _run("messages", {"rounds": 50}, job, env)))
@@ -237,9 +257,11 @@ def _several() -> list[Row]:
         for shape in ({"rows": 2048, "width": 8192}, {"rows": 4096, "width": 8192}, {"rows": 8192, "width": 8192}):
             forward = _run("gathered_forward", {**shape, "libraries": _LIBRARIES}, job, env)[0]
             rows.append((f"8 layers, weights gathered, {shape['rows']} rows a GPU, us, {form}", json.dumps(forward), ""))
-    zero = _run("chains", {"sizes": small, "steps": 100, "repeats": 9, "libraries": ["jax.lax"]}, apart, env | _ZERO_CTA)[0]
+    arguments = {"sizes": sizes, "steps": 100, "repeats": 5, "libraries": ["jax.lax"], "operations": ["all_to_all", "all_gather"]}
+    zero = _run("chains", arguments | {"sizes": [size for size in sizes if size < _LARGE]}, apart, env | _ZERO_CTA)[0]
     rows.append(("jax.lax with NCCL's zero-CTA policy, us", json.dumps(zero)[:3000], ""))
-    return rows if FLAGS.gpus < 4 or FLAGS.gpus % 2 else rows + _two_nodes(apart, env)
+    if FLAGS.gpus >= 4 and FLAGS.gpus % 2 == 0:
+        rows += _two_nodes(apart, env)
 
 
 def _two_nodes(job: _Job, env: dict[str, str]) -> list[Row]:
@@ -265,9 +287,19 @@ def main(argv: Sequence[str]) -> None:
     os.chdir(_ROOT)
     if FLAGS.build:
         _build()
-    rows = _several() if FLAGS.gpus > 1 else _network() if FLAGS.network else _one()
+    measured: dict[str, Any] = {"gpus": FLAGS.gpus, "forms": {}}
+    rows: list[Row] = []
+    if FLAGS.gpus > 1:
+        try:
+            _several(rows, measured)
+        except Exception:  # what was measured until then is worth its page
+            rows.append(("the rest", f"failed: {traceback.format_exc()[-2000:]}", ""))
+    else:
+        rows = _network() if FLAGS.network else _one()
+    short = [f"{gpu_page.text(line)}, {form}" for form, lines in measured["forms"].items() for line in lines]
     if FLAGS.dryrun:
-        print("\n".join(f"{what}: {result[:400]}" for what, result, _ in rows))
+        print("\n".join(gpu_page.tables(form, lines) for form, lines in measured["forms"].items()))
+        print("\n".join([*short, *(f"{what}: {result[:400]}" for what, result, _ in rows)]))
         return
     form, title, flag = ("h200", "One GPU, shared by two processes", "")
     if FLAGS.gpus > 1:
@@ -275,20 +307,25 @@ def main(argv: Sequence[str]) -> None:
     elif FLAGS.network:
         form, title, flag = ("h200-network", "One GPU, shared by two processes that only the network connects", " --network")
     name = FLAGS.page or f"{form}-{datetime.date.today()}"
-    lines = [f"# {title}", "", _versions(), ""]
-    lines += [
-        f"`python -m benchmarks.gpu_check{flag}`; times are medians of programs that repeat the operation.",
-        "",
-    ]
-    lines += ["| what | result | wanted |", "|---|---|---|"]
-    lines += [f"| {what} | {result.replace('|', '/')} | {wanted} |" for what, result, wanted in rows]
-    path = _ROOT / "docs" / "results" / f"{name}.md"
-    path.write_text("\n".join(lines) + "\n")
-    if out := os.environ.get("OUT"):
-        (pathlib.Path(out) / path.name).write_text("\n".join(lines) + "\n")
-    print(f"\n{path.name}: {_versions()}")
-    for what, result, _ in rows:
-        print(f"{what}: {result[:400]}")
+    versions = _versions() + (f", NCCL {measured['nccl']}" if "nccl" in measured else "")
+    head = [versions, f"`python -m benchmarks.gpu_check{flag}`; times are medians of programs that repeat the operation."]
+    if FLAGS.gpus > 1:
+        picture = f"{form}-bandwidth.png"
+        lines = {form: [dataclasses.asdict(line) for line in lines] for form, lines in measured["forms"].items()}
+        numbers = {"title": title, "versions": versions, **measured, "picture": picture, "forms": lines, "rows": rows}
+        _save(f"{name}.json", json.dumps(numbers, indent=1) + "\n")
+        _save(f"{name}.md", gpu_page.page(title, head, picture, measured["forms"], rows))
+    else:
+        _save(f"{name}.md", "\n\n".join([f"# {title}", *head, gpu_page.results(rows)]) + "\n")
+    print(f"\n{name}.md: {versions}")
+    print("\n".join([*short, *(f"{what}: {result[:200]}" for what, result, _ in rows)]))
+
+
+def _save(name: str, text: str) -> None:
+    """In docs/results, and in the folder OUT where that is set."""
+    for folder in (str(_ROOT / "docs" / "results"), os.environ.get("OUT")):
+        if folder:
+            (pathlib.Path(folder) / name).write_text(text)
 
 
 if __name__ == "__main__":

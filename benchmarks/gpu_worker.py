@@ -1,19 +1,20 @@
 """What each process of a GPU job does: `gpu_worker.py TASK [ARGUMENTS as JSON]`, with one GPU a process, which several may share.
 
-The last line is `RESULT ` with JSON. benchmarks/gpu_check.py starts the jobs and makes the table. With GPU_WORKER_NODES=n the processes
-are n nodes, evenly.
+The last line is `RESULT ` with JSON; lines that begin with `PARTIAL ` have what was found until then. benchmarks/gpu_check.py starts the
+jobs and makes the table. With GPU_WORKER_NODES=n the processes are n nodes, evenly.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import json
 import os
 import statistics
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +24,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
-from benchmarks import nvswitch, peer_copy
+from benchmarks import nccl_task, nvswitch, peer_copy
 from benchmarks.gpu_cases import mixture, reshardings
-from benchmarks.gpu_programs import PLATFORM, barrier, gpu_events, gpu_mesh, median_us, program, spread
+from benchmarks.gpu_programs import PLATFORM, barrier, everyone, gpu_events, gpu_mesh, median_us, program, spread
 from benchmarks.gpu_random import random_operations
 from tests import cases
 
@@ -117,57 +118,87 @@ def _skewed(count: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
     return operand, operation
 
 
-def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20) -> dict[str, Any]:
-    """Dependent operations in one program, us each: bytes are those of each rank's operand. Libraries take turns size by size."""
+CHAINS = ("ppermute", "send", "all_to_all", "all_gather", "broadcast", "ragged_all_to_all")
+
+
+def _broadcast(library: Any, x: jax.Array, **more: Any) -> jax.Array:
+    if PLATFORM == "cpu" and library is jax.lax:  # whose pbroadcast is for GPUs
+        return jax.lax.pcast(jax.lax.psum(jnp.where(jax.lax.axis_index("x") == 0, x, 0), "x"), "x", to="varying")
+    return library.pbroadcast(x, "x", 0, **more)
+
+
+def _chain(operation: str, library: Any, steps: int, skewed: Callable[..., jax.Array]) -> Callable[[jax.Array], Any]:
+    """`steps` times the operation, each of which depends on the one before."""
     size = gpu_mesh().size
-    ring = [(r, (r + 1) % size) for r in range(size)]
+    more = {"overlap": False} if library is hoccl_jax else {}
+    one: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "ppermute": lambda x: library.ppermute(x, "x", [(r, (r + 1) % size) for r in range(size)], **more),
+        "send": lambda x: library.ppermute(x, "x", [(0, 1)], **more),
+        "all_to_all": lambda x: library.all_to_all(x, "x", 0, 0, tiled=True, **more),
+        "broadcast": lambda x: _broadcast(library, x, **more),
+    }
+
+    def chain(x: jax.Array) -> Any:
+        if operation == "ragged_all_to_all":
+            output = None
+            for _ in range(steps):
+                output = skewed(library, x, output)
+            return output
+        if operation == "all_gather":
+            results = []
+            for _ in range(steps):  # the next operand depends on the last result, but is not a copy of it
+                gathered = library.all_gather(x, "x", tiled=True, **more)
+                x, gathered = jax.lax.optimization_barrier((x, gathered))
+                results.append(gathered)
+            return results
+        for _ in range(steps):
+            x = one[operation](x)
+        return x
+
+    chain.__name__ = operation
+    return chain
+
+
+def _chain_entry(operation: str, library: Any, argument: jax.Array, steps: int, skewed: Any, repeats: int) -> dict[str, Any]:
+    step = program(_chain(operation, library, steps, skewed))
+    jax.block_until_ready(step(argument))
+    hoccl_jax.reset_stats()
+    entry: dict[str, Any] = {"us": median_us(functools.partial(step, argument), steps, repeats)}
+    if library is hoccl_jax:
+        counts = hoccl_jax.stats()
+        entry["host_us"] = counts["handlers"]["nanoseconds"] / max(1, counts["handlers"]["calls"]) / 1e3
+        entry |= {"in_stream": counts["pushes"]["in_stream"], "proxy": counts["pushes"]["proxy"]}
+    return entry
+
+
+def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20, operations: Sequence[str] = CHAINS) -> dict[str, Any]:
+    """Dependent operations in one program, us each: bytes are those of each rank's operand. Libraries take turns size by size.
+
+    What fails gets {"failed": text}, and is left out from then on.
+    """
+    size = gpu_mesh().size
     result: dict[str, Any] = {}
+    failed = {("jax.lax", "ragged_all_to_all")} if PLATFORM == "cpu" else set()  # it is for GPUs
     for count in sizes:
         x = spread(size, max(1, count // 4 // size))
-        operand, skewed = _skewed(count)
+        operand, skewed = _skewed(count) if "ragged_all_to_all" in operations else (x, None)
         gathers = max(1, min(steps, _GATHERED_BYTES // (count * size)))
-        for name in libraries:
-            library = LIBRARIES[name]
-            more = {"overlap": False} if library is hoccl_jax else {}
-
-            def ppermute(x: jax.Array, library: Any = library, more: Any = more) -> jax.Array:
-                for _ in range(steps):
-                    x = library.ppermute(x, "x", ring, **more)
-                return x
-
-            def all_to_all(x: jax.Array, library: Any = library, more: Any = more) -> jax.Array:
-                for _ in range(steps):
-                    x = library.all_to_all(x, "x", 0, 0, tiled=True, **more)
-                return x
-
-            def all_gather(x: jax.Array, library: Any = library, more: Any = more, gathers: int = gathers) -> Any:
-                results = []
-                for _ in range(gathers):  # the next operand depends on the last result, but is not a copy of it
-                    gathered = library.all_gather(x, "x", tiled=True, **more)
-                    x, gathered = jax.lax.optimization_barrier((x, gathered))
-                    results.append(gathered)
-                return results
-
-            def ragged_all_to_all(x: jax.Array, library: Any = library, skewed: Any = skewed) -> Any:
-                output = None
-                for _ in range(steps):
-                    output = skewed(library, x, output)
-                return output
-
-            chain = {ppermute: (x, steps), all_to_all: (x, steps), all_gather: (x, gathers), ragged_all_to_all: (operand, steps)}
-            if PLATFORM == "cpu" and library is jax.lax:  # which lacks it there
-                del chain[ragged_all_to_all]
-            for function, (argument, operations) in chain.items():
-                step = program(function)
-                jax.block_until_ready(step(argument))
-                hoccl_jax.reset_stats()
-                entry: dict[str, Any] = {"us": median_us(functools.partial(step, argument), operations, repeats)}
-                if library is hoccl_jax:
-                    counts = hoccl_jax.stats()
-                    entry["host_us"] = counts["handlers"]["nanoseconds"] / max(1, counts["handlers"]["calls"]) / 1e3
-                    entry |= {"in_stream": counts["pushes"]["in_stream"], "proxy": counts["pushes"]["proxy"]}
-                result[f"{name} {function.__name__} {count}"] = entry
-    hoccl_jax.check_errors()
+        for name, operation in itertools.product(libraries, operations):
+            if (name, operation) in failed:
+                continue
+            argument = operand if operation == "ragged_all_to_all" else x
+            times = gathers if operation == "all_gather" else steps
+            try:
+                entry = _chain_entry(operation, LIBRARIES[name], argument, times, skewed, repeats)
+            except Exception:
+                failed.add((name, operation))
+                entry = {"failed": traceback.format_exc()[-1500:]}
+                everyone("failed")  # one that failed alone waits here in vain, and the job ends
+            result[f"{name} {operation} {count}"] = entry
+    try:
+        hoccl_jax.check_errors()
+    except RuntimeError as error:
+        result["hoccl_jax"] = {"failed": str(error)}
     return result
 
 
@@ -286,13 +317,25 @@ def gathered_forward(rows: int, libraries: list[str], layers: int = 8, width: in
 
 def limits(sizes: list[int]) -> dict[str, Any]:
     if PLATFORM == "cpu":
-        return dict.fromkeys([f"both ways {size}" for size in sizes], 1.0)
+        return dict.fromkeys([f"{ways} {size}" for ways in ("one way", "both ways") for size in sizes], 1.0)
     return peer_copy.pairs(sizes)
 
 
 TASKS = {
     f.__name__: f
-    for f in (limits, gathered_forward, equivalence, messages, chains, profile, random_operations, mixture, reshardings, interference)
+    for f in (
+        limits,
+        nccl_task.nccl,
+        gathered_forward,
+        equivalence,
+        messages,
+        chains,
+        profile,
+        random_operations,
+        mixture,
+        reshardings,
+        interference,
+    )
 }
 
 

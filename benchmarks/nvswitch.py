@@ -56,6 +56,10 @@ def bytes_between(operation: str, size: int, gpus: int) -> np.ndarray:
     """int64 [gpus, gpus], row = source: what each rank sends to each, of operands of `size` bytes a rank."""
     if operation == "ppermute":
         return np.roll(np.eye(gpus, dtype=np.int64), 1, axis=1) * size
+    if operation in ("send", "broadcast"):  # from rank 0: to rank 1, or to all
+        matrix = np.zeros((gpus, gpus), np.int64)
+        matrix[0, slice(1, 2) if operation == "send" else slice(1, None)] = size
+        return matrix
     if operation == "all_to_all":
         return np.full((gpus, gpus), size // gpus, np.int64)
     if operation == "all_gather":

@@ -28,9 +28,9 @@ class Driver:
 
 
 class Gpu:
-    """A device with its primary context, a stream and two buffers."""
+    """A device with its primary context, a stream, two events in it and buffers of `sizes` bytes."""
 
-    def __init__(self, driver: Driver, ordinal: int, size: int):
+    def __init__(self, driver: Driver, ordinal: int, *sizes: int):
         self._driver = driver
         device = ctypes.c_int()
         driver("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -42,7 +42,7 @@ class Gpu:
         driver("cuEventCreate", ctypes.byref(self.start), 0)
         driver("cuEventCreate", ctypes.byref(self.end), 0)
         self.buffers = []
-        for _ in range(2):
+        for size in sizes:
             address = ctypes.c_uint64()
             driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
             self.buffers.append(address)
@@ -50,14 +50,22 @@ class Gpu:
     def use(self) -> None:
         self._driver("cuCtxSetCurrent", self.context)
 
-    def push(self, peer: Gpu, size: int, times: int) -> None:
+    def begin(self) -> None:
         self.use()
         self._driver("cuEventRecord", self.start, self.stream)
-        for _ in range(times):
-            self._driver("cuMemcpyAsync", peer.buffers[1], self.buffers[0], ctypes.c_size_t(size), self.stream)
+
+    def finish(self) -> None:
+        self.use()
         self._driver("cuEventRecord", self.end, self.stream)
 
+    def push(self, peer: Gpu, size: int, times: int) -> None:
+        self.begin()
+        for _ in range(times):
+            self._driver("cuMemcpyAsync", peer.buffers[1], self.buffers[0], ctypes.c_size_t(size), self.stream)
+        self.finish()
+
     def elapsed_us(self) -> float:
+        """What the stream took from `begin` to `finish`; waits for it."""
         self.use()
         self._driver("cuEventSynchronize", self.end)
         milliseconds = ctypes.c_float()
@@ -73,7 +81,7 @@ class Gpu:
 def pairs(sizes: Sequence[int], repeats: int = 7) -> dict[str, float]:
     """us of one copy from GPU 0 to GPU 1, and of one in each direction at once."""
     driver = Driver()
-    gpus = [Gpu(driver, ordinal, max(sizes)) for ordinal in range(2)]
+    gpus = [Gpu(driver, ordinal, max(sizes), max(sizes)) for ordinal in range(2)]
     for gpu, peer in (gpus, reversed(gpus)):
         gpu.use()
         driver("cuCtxEnablePeerAccess", peer.context, 0)
