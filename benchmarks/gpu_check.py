@@ -296,7 +296,7 @@ def main(argv: Sequence[str]) -> None:
             rows.append(("the rest", f"failed: {traceback.format_exc()[-2000:]}", ""))
     else:
         rows = _network() if FLAGS.network else _one()
-    short = [f"{gpu_page.text(line)}, {form}" for form, lines in measured["forms"].items() for line in lines]
+    short = [f"{gpu_page.text(line)}, {form}" for form, lines in measured["forms"].items() for line in lines if line.hoccl]
     if FLAGS.dryrun:
         print("\n".join(gpu_page.tables(form, lines) for form, lines in measured["forms"].items()))
         print("\n".join([*short, *(f"{what}: {result[:400]}" for what, result, _ in rows)]))
