@@ -49,7 +49,7 @@ def mixture(tokens: int, width: int, steps: int) -> dict[str, Any]:
         for step in range(steps):
             x, wanted = map(np.asarray, moe.batch(mesh.size * tokens, width, step))
             arrays = (np.asarray(params.up), np.asarray(params.down), x, wanted)
-            found = ours(*(jax.device_put(each, NamedSharding(mesh, P(moe.AXIS))) for each in arrays))
+            found = ours(*(resharding.place(each, NamedSharding(mesh, P(moe.AXIS))) for each in arrays))
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
                 expected = [np.asarray(each) for each in reference(*map(jnp.asarray, arrays))]
             for one, other in zip(found, expected, strict=True):

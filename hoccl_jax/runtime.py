@@ -91,7 +91,9 @@ def shutdown() -> None:
 def stats() -> dict[str, Any]:
     """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by what moved them, failures.
 
-    "fallbacks" counts what was left to XLA, by function: call sites, when they are compiled, since XLA does not tell of their execution.
+    "handlers" is about CUDA devices: calls of XLA's into the engine, their time, and the part of it in which they looked out for other
+    ranks (HOCCL_PATIENCE_US). "fallbacks" counts what was left to XLA, by function: call sites, when they are compiled, since XLA does not
+    tell of their execution.
     """
     with _lock:
         _ensure_started()

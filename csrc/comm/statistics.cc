@@ -27,7 +27,7 @@ void Statistics::Reset() {
   for (auto& counter : pushes_) counter.store(0, std::memory_order_relaxed);
   handlers_.store(0, std::memory_order_relaxed);
   handler_nanoseconds_.store(0, std::memory_order_relaxed);
-  for (auto* counter : {&planned_, &staged_chunks_, &staged_bytes_}) counter->store(0, std::memory_order_relaxed);
+  for (auto* counter : {&lookout_nanoseconds_, &planned_, &staged_chunks_, &staged_bytes_}) counter->store(0, std::memory_order_relaxed);
   failures_.store(0, std::memory_order_relaxed);
 }
 
@@ -45,6 +45,7 @@ std::vector<std::pair<std::string, int64_t>> Statistics::Read() const {
   values.emplace_back("pushes/proxy", pushes_[1].load(std::memory_order_relaxed));
   values.emplace_back("handlers/calls", handlers_.load(std::memory_order_relaxed));
   values.emplace_back("handlers/nanoseconds", handler_nanoseconds_.load(std::memory_order_relaxed));
+  values.emplace_back("handlers/lookout_nanoseconds", lookout_nanoseconds_.load(std::memory_order_relaxed));
   values.emplace_back("plans/operations", planned_.load(std::memory_order_relaxed));
   values.emplace_back("plans/staged_chunks", staged_chunks_.load(std::memory_order_relaxed));
   values.emplace_back("plans/staged_bytes", staged_bytes_.load(std::memory_order_relaxed));

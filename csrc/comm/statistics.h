@@ -33,6 +33,8 @@ class Statistics {
     handlers_.fetch_add(1, std::memory_order_relaxed);
     handler_nanoseconds_.fetch_add(nanoseconds, std::memory_order_relaxed);
   }
+  // The part of that in which it looked out for other ranks' posts.
+  void CountLookout(int64_t nanoseconds) { lookout_nanoseconds_.fetch_add(nanoseconds, std::memory_order_relaxed); }
   // A rank's operation that ran by a plan, and a chunk that was put into a slot on its way.
   void CountPlanned() { planned_.fetch_add(1, std::memory_order_relaxed); }
   void CountStaged(int64_t bytes) {
@@ -52,6 +54,7 @@ class Statistics {
   std::array<std::atomic<int64_t>, 2> pushes_{};
   std::atomic<int64_t> handlers_{0};
   std::atomic<int64_t> handler_nanoseconds_{0};
+  std::atomic<int64_t> lookout_nanoseconds_{0};
   std::atomic<int64_t> planned_{0};
   std::atomic<int64_t> staged_chunks_{0};
   std::atomic<int64_t> staged_bytes_{0};

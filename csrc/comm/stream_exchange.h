@@ -197,7 +197,9 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   Status Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result);
   Result<StagingBuffer> TakeStaging(Device* device, int64_t bytes);
   Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
+  Status Begin(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
   bool Match(Device* device, Execution* execution);
+  bool AwaitNews(Clock::time_point until, uint64_t* seen, Clock::time_point* now) const;
   Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
   static Status CopyTable(const Execution& execution, const cuda::StreamView& stream);
   Status Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream);
@@ -266,6 +268,8 @@ class StreamExchange::Binding {
   // `by_network`: is a rank reached by it?
   void AddPair(int first, int count, int this_process, const std::vector<bool>& by_network, std::vector<uint32_t>* arrivals,
                std::vector<int>* users);
+
+  bool CopiesOwnInStream() const { return !own_.empty() && !own_by_executor_; }
 
   std::shared_ptr<const GroupPlan> plan_;
   int rank_ = 0;

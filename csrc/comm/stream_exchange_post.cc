@@ -73,13 +73,15 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     device->AddAwaited({resources_->flags->memory().address(ticket->slot), ticket->value});
     device->wake.notify_one();
   }
+  // What needs no other rank is enqueued while their posts are on their way.
+  HOCCL_RETURN_IF_ERROR(Start(*binding, stream, {.result = landing.address, .initial = buffers.initial}));
+  HOCCL_RETURN_IF_ERROR(Begin(*binding, *execution, stream));
   if (!Match(device, execution)) {
     std::lock_guard lock(mutex_);
     TakeMail();
     if (!MatchAll(device, execution)) Await(device, execution);
   }
   if (failed_) return failure();
-  HOCCL_RETURN_IF_ERROR(Start(*binding, stream, {.result = landing.address, .initial = buffers.initial}));
   HOCCL_RETURN_IF_ERROR(Enqueue(*binding, execution, stream));
   return landing.staging ? Land(*execution, stream, buffers.result) : Status();
 }
@@ -131,18 +133,36 @@ Status StreamExchange::Start(const Binding& binding, const cuda::StreamView& str
 // Looks for the receivers' posts; for those of foreground operations during HOCCL_PATIENCE_US. Have all been found?
 bool StreamExchange::Match(Device* device, Execution* execution) {
   const bool patient = execution->plan->call->operation.priority == Priority::kForeground;
+  const Clock::time_point start = Clock::now();
+  Clock::time_point now = start;
   uint64_t seen = 0;
-  for (const Clock::time_point until = Clock::now() + options_.patience;;) {
-    {
-      std::lock_guard lock(mutex_);
-      TakeMail();
-      seen = accepted_;
-      if (MatchAll(device, execution)) return true;
-    }
-    do {
-      if (!patient || Clock::now() >= until) return false;
-    } while (!HasNews(&seen));
-  }
+  bool found = false;
+  do {
+    std::lock_guard lock(mutex_);
+    TakeMail();
+    seen = accepted_;
+    found = MatchAll(device, execution);
+  } while (!found && patient && AwaitNews(start + options_.patience, &seen, &now));
+  if (now != start) statistics_->CountLookout(std::chrono::nanoseconds(now - start).count());
+  return found;
+}
+
+// Polls for mail until `until`. Is there any?
+bool StreamExchange::AwaitNews(Clock::time_point until, uint64_t* seen, Clock::time_point* now) const {
+  do {
+    *now = Clock::now();
+    if (*now >= until) return false;
+  } while (!HasNews(seen));
+  return true;
+}
+
+// The flag "ready" and, behind it, the own slice: that is copied beside the receivers' getting ready. Without one, the flag is enqueued
+// together with what follows.
+Status StreamExchange::Begin(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
+  if (binding.plan_->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(execution, stream));
+  if (!binding.CopiesOwnInStream()) return {};
+  HOCCL_RETURN_IF_ERROR(stream.WriteFlag(resources_->flags->memory().OnDevice(execution.Ready())));
+  return CopyOwn(binding, execution, stream);
 }
 
 Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream) {
@@ -151,14 +171,7 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   FlagMemory& own = resources_->flags->memory();
   thread_local std::vector<FlagOperation> operations;
   operations.clear();
-  if (execution->plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(*execution, stream));
-  operations.push_back({kWrite, own.OnDevice(execution->Ready())});
-  if (!binding.own_.empty() && !binding.own_by_executor_) {
-    // Beside the receivers' getting ready.
-    HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
-    operations.clear();
-    HOCCL_RETURN_IF_ERROR(CopyOwn(binding, *execution, stream));
-  }
+  if (!binding.CopiesOwnInStream()) operations.push_back({kWrite, own.OnDevice(execution->Ready())});
   for (const Flight& flight : execution->flights) {
     if (flight.way == Flight::Way::kInStream) operations.push_back({kWait, flight.target.flags->OnDevice(flight.ready)});
   }
