@@ -158,7 +158,9 @@ def _start(function: Callable[..., Any], priority: str, staged: bool, operand: A
     options = checked_options(priority, None)
     frozen = tuple((name, _frozen(value)) for name, value in keywords.items())
     call = _Call(function, _frozen(arguments), frozen, options, staged)
-    leaves, structure = jax.tree.flatten(operand)
+    # Behind a barrier: XLA fuses a slice into the custom calls that take it, start and done each, and forgets that done's result is
+    # the start's buffer.
+    leaves, structure = jax.tree.flatten(barrier(operand))
     begun = [_begin(call, leaf) for leaf in leaves]
     return Future(call, [started for started, _ in begun], [aval for _, aval in begun], structure)
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hoccl_jax import collectives
+from hoccl_jax import collectives, futures
 from hoccl_jax.futures import prefetch_barrier
 
 Layer = Callable[[Any, Any], Any]  # (parameters, activations) -> activations
@@ -28,10 +28,18 @@ class _Options(NamedTuple):
     axis_name: Any
     axis: Any
     all_gather: Callable[..., jax.Array]
+    halves: bool
 
 
 def apply_layers(
-    layer: Layer, shards: Any, x: Any, *, axis_name: Any, axis: Any = 0, all_gather: Callable[..., jax.Array] = collectives.all_gather
+    layer: Layer,
+    shards: Any,
+    x: Any,
+    *,
+    axis_name: Any,
+    axis: Any = 0,
+    all_gather: Callable[..., jax.Array] = collectives.all_gather,
+    halves: bool = False,
 ) -> Any:
     """Applies layers one after the other, `x = layer(params, x)`, gathering each one's parameters during the layer before.
 
@@ -47,6 +55,8 @@ def apply_layers(
       axis: dimension along which they are sharded, counted without the dimension of layers: an integer, or a pytree of integers, one for
         each array of a layer.
       all_gather: a function like jax.lax.all_gather.
+      halves: gather by hoccl_jax.all_gather_start before a layer and done after it, whatever `all_gather` is. On GPUs all arrays of a layer
+        are then on their way during the layer before, where XLA lets at most two plain gathers run at a time.
 
     Returns:
       The output of the last layer. Gradients of the shards are sums over `axis_name`, by jax.lax.psum_scatter, and sharded as the shards.
@@ -58,7 +68,7 @@ def apply_layers(
     counts = {leaf.shape[0] for leaf in jax.tree.leaves(shards)} if stacked else {len(shards)}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"shards must hold one or more layers, and stacked arrays the same number of them; got {sorted(counts)}")
-    return _apply(layer, _Options(axis_name, axis, all_gather), _Stack(shards) if stacked else shards, x)
+    return _apply(layer, _Options(axis_name, axis, all_gather, halves), _Stack(shards) if stacked else shards, x)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -110,11 +120,22 @@ def _join(*parts: Any) -> Layers:
     return _Stack(jax.tree.map(lambda *leaves: jnp.concatenate([*(leaf[None] for leaf in leaves[:-1]), leaves[-1]]), *single, rest.arrays))
 
 
-def _gather(options: _Options, shard: Any) -> Any:
+def _gather(options: _Options, shard: Any, gather: Callable[..., Any] | None = None) -> Any:
+    gather = gather or options.all_gather
+
     def leaf(axis: int, part: Any) -> Any:
-        return jax.tree.map(lambda array: options.all_gather(array, options.axis_name, axis=axis, tiled=True), part)
+        return jax.tree.map(lambda array: gather(array, options.axis_name, axis=axis, tiled=True), part)
 
     return jax.tree.map(leaf, options.axis, shard)
+
+
+def _gather_beside(options: _Options, shard: Any, compute: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """The gathered parameters, and what is computed meanwhile."""
+    if options.halves:
+        return futures.overlap(_gather(options, shard, futures.all_gather_start), compute, *arguments)
+    *others, last = arguments  # what comes last was computed last
+    shard, last = prefetch_barrier(shard, last)
+    return _gather(options, shard), compute(*others, last)
 
 
 def _reduce(options: _Options, gradient: Any) -> Any:
@@ -129,9 +150,8 @@ def _forward(layer: Layer, options: _Options, shards: Layers, x: Any) -> tuple[A
 
     def step(carry: tuple[Any, Any], operands: tuple[Any]) -> tuple[tuple[Any, Any], Any]:
         x, params = carry
-        (shard,), x = prefetch_barrier(operands, x)
-        ahead = _gather(options, shard)
-        return (layer(params, x), ahead), x
+        ahead, y = _gather_beside(options, operands[0], layer, params, x)
+        return (y, ahead), x
 
     (x, params), inputs = _loop(step, (x, _gather(options, shards[0])), [shards[1:]])
     return layer(params, x), (inputs, x)
@@ -159,10 +179,8 @@ def _apply_backward(layer: Layer, options: _Options, saved: Any, cotangent: Any)
         """The gradient of one layer, while the one before it is gathered and the gradients of the one after it are reduced."""
         cotangent, params, gradient_after = carry
         shard_before, x = operands
-        shard_before, cotangent = prefetch_barrier(shard_before, cotangent)
-        ahead = _gather(options, shard_before)
         reduced = _reduce(options, gradient_after)
-        gradient, cotangent = pull_back(params, x, cotangent)
+        ahead, (gradient, cotangent) = _gather_beside(options, shard_before, pull_back, params, x, cotangent)
         return (cotangent, ahead, gradient), reduced
 
     last = len(shards) - 1
@@ -170,9 +188,7 @@ def _apply_backward(layer: Layer, options: _Options, saved: Any, cotangent: Any)
     if last == 0:
         gradient, cotangent = pull_back(params, last_input, cotangent)
         return _join(_reduce(options, gradient), shards[1:]), cotangent
-    shard_before, cotangent = prefetch_barrier(shards[last - 1], cotangent)
-    ahead = _gather(options, shard_before)
-    gradient, cotangent = pull_back(params, last_input, cotangent)
+    ahead, (gradient, cotangent) = _gather_beside(options, shards[last - 1], pull_back, params, last_input, cotangent)
     # Layers last - 1 to 1. Each also reduces the gradients of the layer after it, so the results are those of layers 2 to last.
     (cotangent, ahead, gradient), reduced = _loop(step, (cotangent, ahead, gradient), [shards[: last - 1], inputs[1:]], reverse=True)
     gradient_of_second = _reduce(options, gradient)

@@ -106,7 +106,7 @@ class Schedule:
 
 
 def _is_product(instruction: Instruction) -> bool:
-    return bool(re.search(r"gemm|__cublas", instruction.text.split(", metadata=")[0]) and instruction.opcode in ("fusion", "custom-call"))
+    return bool(re.search(r"gemm|__cublas", f"{instruction.name} {instruction.kind}") and instruction.opcode in ("fusion", "custom-call"))
 
 
 def parse(text: str, conditionals: bool = False) -> Schedule:

@@ -51,6 +51,19 @@ def test_several_in_flight() -> None:
     assert not found.copies()
 
 
+def test_a_slice_is_made_before_the_start() -> None:
+    """XLA would fuse it into start and done, whose buffers would be two then."""
+
+    def function(stacked: jax.Array, weights: jax.Array) -> object:
+        future = hoccl_jax.ppermute_start(stacked[1], "x", _RING)
+        return hoccl_jax.overlap(future, layer, stacked[0], weights)
+
+    specs = P(None, "x"), P()
+    found = schedule.compiled(function, schedule.mesh(x=2), specs, P("x"), (2, 2 * _WIDTH, _WIDTH), (_WIDTH, _WIDTH))
+    assert found.halves() == [1]
+    assert [name for name in found.computations if any(i.kind == "hoccl_start" for i in found.computations[name])] == [found.entry]
+
+
 def test_the_backward_pass_overlaps_its_transfers() -> None:
     """Both layers have two products of gradients, and the transfer of cotangents runs beside those of its layer."""
     found = compiled(gradient(lambda x, weights: step(step(x, weights), weights)), out_specs=(P("x"), P()))

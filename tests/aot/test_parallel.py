@@ -24,10 +24,14 @@ def squares(y: jax.Array) -> jax.Array:
     return jnp.sum(y.astype(jnp.float32) ** 2)
 
 
-def fsdp_gradient(layers: int, stacked: bool) -> schedule.Schedule:
+def two_arrays(params: Any, x: jax.Array) -> jax.Array:
+    return layer(params["second"], layer(params["first"], x))
+
+
+def fsdp_gradient(layers: int, stacked: bool, **how: Any) -> schedule.Schedule:
     def gradient(x: jax.Array, shards: jax.Array) -> Any:
         def loss(x: jax.Array, shards: jax.Array) -> jax.Array:
-            return squares(fsdp.apply_layers(layer, shards if stacked else list(shards), x, axis_name="x"))
+            return squares(fsdp.apply_layers(layer, shards if stacked else list(shards), x, axis_name="x", **how))
 
         return jax.grad(loss, argnums=(0, 1))(x, shards)
 
@@ -55,6 +59,29 @@ def test_fsdp_in_a_loop() -> None:
     assert not [i for i in found.computations[forward] if i.opcode == "copy"]
     assert min(found.transfers(backward)) >= 1
     assert min(found.spans("reduce-scatter-start", "reduce-scatter-done", backward)) >= 1
+
+
+def test_fsdp_by_halves_in_a_loop() -> None:
+    found = fsdp_gradient(layers=8, stacked=True, halves=True)
+    loops = [name for name in found.computations if name != found.entry and len(found.halves(name)) == 2]
+    forward, backward = sorted(loops, key=lambda name: sum(found.halves(name)))
+    assert found.halves(forward) == [1, 1]
+    assert not [i for i in found.computations[forward] if i.opcode == "copy"]
+    assert min(found.halves(backward)) >= 1
+    assert min(found.spans("reduce-scatter-start", "reduce-scatter-done", backward)) >= 1
+
+
+def test_fsdp_by_halves_gathers_all_arrays_of_a_layer_during_the_layer_before() -> None:
+    """Of XLA's annotated calls two can be on their way at a time; halves have no such limit."""
+
+    def forward(x: jax.Array, first: jax.Array, second: jax.Array) -> Any:
+        return fsdp.apply_layers(two_arrays, {"first": first, "second": second}, x, axis_name="x", halves=True)
+
+    shards = (7, _WIDTH, _WIDTH)
+    specs = P("x"), P(None, "x"), P(None, "x")
+    found = schedule.compiled(forward, schedule.mesh(x=2), specs, P("x"), (2 * _WIDTH, _WIDTH), shards, shards)
+    (loop,) = [name for name in found.computations if name != found.entry and found.halves(name)]
+    assert found.halves(loop) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -42,6 +42,10 @@ def stack(shards: Any, x: Any) -> Any:
     return fsdp.apply_layers(layer, shards, x, axis_name="fsdp", axis=_AXES)
 
 
+def halves(shards: Any, x: Any) -> Any:
+    return fsdp.apply_layers(layer, shards, x, axis_name="fsdp", axis=_AXES, halves=True)
+
+
 def sequence(shards: Any, x: Any) -> Any:
     layers = [jax.tree.map(lambda leaf, index=index: leaf[index], shards) for index in range(shards["b"].shape[0])]
     return fsdp.apply_layers(layer, layers, x, axis_name="fsdp", axis=_AXES, all_gather=lax.all_gather)
@@ -51,14 +55,14 @@ def sequence(shards: Any, x: Any) -> Any:
 def test_equals_the_layers_gathered_one_by_one(layers: int, check_vma: bool) -> None:
     def both(shards: Any, x: Any) -> Any:
         results = []
-        for function in (gathered_one_by_one, stack, sequence):
+        for function in (gathered_one_by_one, stack, halves, sequence):
             y, pull = jax.vjp(function, shards, x)
             results.append((y, *pull(y)))
         return results
 
     mesh = Mesh(np.array(jax.devices()[:4]), "fsdp")
     specs = (_SPECS, {"x": P("fsdp"), "count": P("fsdp")})
-    out_specs = [(specs[1], *specs)] * 3
+    out_specs = [(specs[1], *specs)] * 4
     program = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
     expected, *others = jax.jit(program)(*operands(layers))
     for result in others:
