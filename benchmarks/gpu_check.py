@@ -27,7 +27,7 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks import gpu_page, nccl_direct
+from benchmarks import gpu_page, gpu_training_rows, nccl_direct
 from hoccl_jax.tools import launch
 
 FLAGS = flags.FLAGS
@@ -57,6 +57,9 @@ _DRY: dict[str, Any] = {
     "seconds": 2,
     "count": 6,
     "width": 64,
+    "layers": 4,
+    "sequence": 32,
+    "chain": 5,
 }
 
 # The processes of a job are two nodes, which only the network connects.
@@ -188,6 +191,7 @@ def _one() -> list[Row]:
             rows.append((f"{operation}, {name}", json.dumps(entry), "12 us in the stream, 20 by the proxy; host 8 and 6 us"))
     gemms = _run("interference", {"size": 8192, "count": 6, "moved": _GIB, "libraries": ["hoccl_jax"]}, _SHARED, shared)[0]
     rows.append(("GEMMs beside transfers on the same GPU, us", json.dumps(gemms), ""))
+    rows += gpu_training_rows.one(_run, _SHARED, shared)
     for name, env in (("preallocated", shared), ("growing pool", growing)):
         rows.append(_random_operations(name, 5, env))
     return rows if FLAGS.dryrun else rows + _cpp_tests()
@@ -260,6 +264,7 @@ def _several(rows: list[Row], measured: dict[str, Any]) -> None:
     arguments = {"sizes": sizes, "steps": 100, "repeats": 5, "libraries": ["jax.lax"], "operations": ["all_to_all", "all_gather"]}
     zero = _run("chains", arguments | {"sizes": [size for size in sizes if size < _LARGE]}, apart, env | _ZERO_CTA)[0]
     rows.append(("jax.lax with NCCL's zero-CTA policy, us", json.dumps(zero)[:3000], ""))
+    rows += gpu_training_rows.several(_run, apart, env, FLAGS.gpus)
     if FLAGS.gpus >= 4 and FLAGS.gpus % 2 == 0:
         rows += _two_nodes(apart, env)
 

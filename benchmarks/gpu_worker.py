@@ -28,6 +28,8 @@ from benchmarks import nccl_task, nvswitch, peer_copy
 from benchmarks.gpu_cases import mixture, reshardings
 from benchmarks.gpu_programs import PLATFORM, barrier, everyone, gpu_events, gpu_mesh, median_us, program, spread
 from benchmarks.gpu_random import random_operations
+from benchmarks.gpu_shared import overlapped, priorities
+from benchmarks.gpu_training import fsdp_step, helper_values, pipeline_step
 from tests import cases
 
 _REDUCES = ("all_gather", "pbroadcast")  # their transposes are reductions of jax.lax, which NCCL refuses to ranks that share a GPU
@@ -321,22 +323,10 @@ def limits(sizes: list[int]) -> dict[str, Any]:
     return peer_copy.pairs(sizes)
 
 
-TASKS = {
-    f.__name__: f
-    for f in (
-        limits,
-        nccl_task.nccl,
-        gathered_forward,
-        equivalence,
-        messages,
-        chains,
-        profile,
-        random_operations,
-        mixture,
-        reshardings,
-        interference,
-    )
-}
+_CHECKS = (equivalence, messages, random_operations, mixture, reshardings, helper_values)
+_TRANSFERS = (limits, nccl_task.nccl, chains, profile, interference, overlapped, priorities)
+_MODELS = (gathered_forward, fsdp_step, pipeline_step)
+TASKS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (*_CHECKS, *_TRANSFERS, *_MODELS)}
 
 
 def main() -> None:
