@@ -108,7 +108,8 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   std::byte* OnDataComing(int /*process*/, const Message& /*message*/, size_t /*bytes*/) override { return nullptr; }
   void OnMessageWithData(int /*process*/, const Message& /*message*/, MessageData /*data*/) override {}
   void OnProcessLost(int process, const std::string& how, bool in_order) override;
-  void OnTick() override {}  // the devices' threads keep their own time
+  // Deadlines also pass where a device's thread is blocked in the driver.
+  void OnTick() override;
 
   // Of the remote path:
   Result<SlotMemory> AllocateSlots(size_t bytes);
@@ -183,6 +184,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void Watch(Device* device);
   void Retire(Device* device);
   void CheckDeadlines(Device* device);
+  void ReleaseAgain(Device* device);
   void DropGoneMemory(Device* device);
   void DropSends(int process);
   void Fail(Status failure, bool tell_others);

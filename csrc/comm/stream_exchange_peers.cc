@@ -197,14 +197,22 @@ void StreamExchange::CheckAgreement(const Execution& execution, const StreamPost
 // Keeping watch.
 
 void StreamExchange::Watch(Device* device) {
-  if (failed_) {
-    if (Clock::now() - failed_at_ > kReleasing) return;
-    for (const auto& execution : device->executions) Release(*execution);
-    return;
-  }
+  if (failed_) return ReleaseAgain(device);
   Retire(device);
   CheckDeadlines(device);
   DropGoneMemory(device);
+}
+
+// A thread of XLA's or NCCL's may be in a call that waits for the device with the driver's locks held. If our streams wait for a copy of
+// the device's thread then, that is blocked too; only flags, which no lock guards, can let them go.
+void StreamExchange::OnTick() {
+  std::lock_guard lock(mutex_);
+  for (const auto& device : devices_) failed_ ? ReleaseAgain(device.get()) : CheckDeadlines(device.get());
+}
+
+void StreamExchange::ReleaseAgain(Device* device) {
+  if (Clock::now() - failed_at_ > kReleasing) return;
+  for (const auto& execution : device->executions) Release(*execution);
 }
 
 bool StreamExchange::IsOver(const Execution& execution) const {

@@ -141,5 +141,19 @@ TEST_F(FakeCudaExchangeFailureTest, ACallThatCannotBeEnqueuedIsAnErrorAtOnce) {
   }
 }
 
+// As when another thread waits for the device with the driver's locks held, and the device for the copy.
+TEST_F(FakeCudaExchangeFailureTest, ADeadlinePassesWhereTheDriverBlocksTheDevicesThread) {
+  CudaJob job(driver(), 2, 1, {.timeout = std::chrono::milliseconds(200), .in_stream_bytes = 0});
+  const auto call =
+      MakeCall({.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {100}, .pairs = {{0, 1}, {1, 0}}}, {{0, 1}}, 1);
+  RunAndCheck(job, call, 1, {0, 1});
+  const long written = Fake().fakeCudaCalls("cuStreamWriteValue32");
+  Fake().fakeCudaDelay("cuMemcpyAsync", 3'000'000);
+  ASSERT_OK(job.Post(call, 0, 2));
+  ASSERT_OK(job.Post(call, 1, 2));
+  for (int rank : {0, 1}) EXPECT_EQ(FailureOf(job, rank).code(), Code::kDeadlineExceeded);
+  EXPECT_EQ(Fake().fakeCudaCalls("cuStreamWriteValue32"), written) << "the copy's call has returned";
+}
+
 }  // namespace
 }  // namespace hoccl
