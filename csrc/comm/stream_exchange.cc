@@ -170,6 +170,19 @@ Status StreamExchange::GetResources(Binding* binding) {
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
   binding->has_slots_ = true;
+  return PrepareExecutor(*binding);
+}
+
+// For pushes that are the executor's in any case.
+Status StreamExchange::PrepareExecutor(const Binding& binding) {
+  const Operation& operation = binding.plan_->call->operation;
+  PushExecutor& pushes = *binding.device_->pushes;
+  const bool background = operation.priority == Priority::kBackground;
+  if (binding.own_by_executor_) HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.device_->entry.global_id, background));
+  if (!binding.plan_->call->beside && !background && operation.kind != Kind::kRaggedAllToAll) return {};
+  for (const Binding::Out& out : binding.out_) {
+    if (!out.by_network) HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.plan_->communicator.devices[out.dst], background));
+  }
   return {};
 }
 

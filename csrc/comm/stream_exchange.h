@@ -141,6 +141,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote, Statistics* statistics);
   Status StartDevices();
   Status GetResources(Binding* binding);
+  static Status PrepareExecutor(const Binding& binding);
   void Run(Device* device);
 
   // All of these with mutex_ held.
@@ -199,7 +200,6 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   Status Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result);
   Result<StagingBuffer> TakeStaging(Device* device, int64_t bytes);
   Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
-  Status Begin(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
   bool Match(Device* device, Execution* execution);
   bool AwaitNews(Clock::time_point until, uint64_t* seen, Clock::time_point* now) const;
   Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
@@ -270,8 +270,6 @@ class StreamExchange::Binding {
   // `by_network`: is a rank reached by it?
   void AddPair(int first, int count, int this_process, const std::vector<bool>& by_network, std::vector<uint32_t>* arrivals,
                std::vector<int>* users);
-
-  bool CopiesOwnInStream() const { return !own_.empty() && !own_by_executor_; }
 
   std::shared_ptr<const GroupPlan> plan_;
   int rank_ = 0;

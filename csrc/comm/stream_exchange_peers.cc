@@ -275,8 +275,10 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   const GroupPlan& plan = *execution.plan;
   FlagMemory& own = resources_->flags->memory();
   std::string text;
+  bool all_came = true;
   const auto say = [&](int rank, const std::string& what) {
     text += (text.empty() ? "" : "; ") + plan.communicator.RankName(rank) + " " + what;
+    all_came = all_came && what == "came";
   };
   std::vector<int> named;
   for (const Flight& flight : execution.flights) {
@@ -305,6 +307,10 @@ std::string StreamExchange::Attendance(const Execution& execution) {
     if (arrived || std::find(named.begin(), named.end(), source) != named.end()) continue;
     say(source, "has not sent");
   }
+  if (all_came && !text.empty())
+    text +=
+        "; all are there, but their copies don't get on: another thread (NCCL's, when a process first uses it) may be in a call that waits "
+        "for the device";
   // Where are those who have not come?
   for (const auto& [key, known] : posts_) {
     const std::vector<int64_t>& devices = plan.communicator.devices;

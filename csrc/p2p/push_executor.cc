@@ -39,6 +39,7 @@ void PushExecutor::Abandon() {
 }
 
 Result<cuda::CopyStream*> PushExecutor::StreamTo(int64_t receiver, bool background) {
+  std::lock_guard lock(streams_mutex_);
   std::unique_ptr<cuda::CopyStream>& stream = streams_[{receiver, background}];
   if (stream == nullptr) {
     Result<std::unique_ptr<cuda::CopyStream>> created = cuda::CopyStream::Create(device_);

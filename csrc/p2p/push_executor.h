@@ -59,6 +59,9 @@ class PushExecutor {
   Status Step(bool* progress);
   bool HasWork();
 
+  // Makes what pushes to the receiver will need, so that none is made while streams wait for them: the driver may block that.
+  Status Prepare(int64_t receiver, bool background) { return StreamTo(receiver, background).status(); }
+
   // From any thread, for good: nothing more is started, and what waits is forgotten.
   void Abandon();
 
@@ -78,7 +81,8 @@ class PushExecutor {
 
   const cuda::CudaDevice& device_;
   const int64_t chunk_bytes_;
-  std::map<std::pair<int64_t, bool>, std::unique_ptr<cuda::CopyStream>> streams_;  // by receiver and priority; of the stepping thread alone
+  std::mutex streams_mutex_;
+  std::map<std::pair<int64_t, bool>, std::unique_ptr<cuda::CopyStream>> streams_;  // by receiver and priority; they stay
 
   std::mutex mutex_;
   bool abandoned_ = false;

@@ -141,6 +141,22 @@ TEST_F(FakeCudaExchangeFailureTest, ACallThatCannotBeEnqueuedIsAnErrorAtOnce) {
   }
 }
 
+// The driver may block what makes streams while streams wait.
+TEST_F(FakeCudaExchangeFailureTest, WhatTheExecutorNeedsIsMadeBeforeAStreamWaits) {
+  for (const Priority priority : {Priority::kForeground, Priority::kBackground}) {
+    CudaJob job(driver(), 2, 1);
+    Operation operation = AllGather(100);
+    operation.priority = priority;
+    const auto call = MakeCall(operation, {{0, 1}}, 1, 0, true);
+    const long made = Fake().fakeCudaCalls("cuStreamCreateWithPriority");
+    ASSERT_OK(job.Post(call, 0, 1));
+    EXPECT_EQ(Fake().fakeCudaCalls("cuStreamCreateWithPriority"), made + 2) << "for the other rank and for the own slice";
+    ASSERT_OK(job.Post(call, 1, 1));
+    for (int rank : {0, 1}) ASSERT_OK(job.stream(rank).Synchronize());
+    EXPECT_EQ(Fake().fakeCudaCalls("cuStreamCreateWithPriority"), made + 4);
+  }
+}
+
 // As when another thread waits for the device with the driver's locks held, and the device for the copy.
 TEST_F(FakeCudaExchangeFailureTest, ADeadlinePassesWhereTheDriverBlocksTheDevicesThread) {
   CudaJob job(driver(), 2, 1, {.timeout = std::chrono::milliseconds(200), .in_stream_bytes = 0});
@@ -151,7 +167,11 @@ TEST_F(FakeCudaExchangeFailureTest, ADeadlinePassesWhereTheDriverBlocksTheDevice
   Fake().fakeCudaDelay("cuMemcpyAsync", 3'000'000);
   ASSERT_OK(job.Post(call, 0, 2));
   ASSERT_OK(job.Post(call, 1, 2));
-  for (int rank : {0, 1}) EXPECT_EQ(FailureOf(job, rank).code(), Code::kDeadlineExceeded);
+  for (int rank : {0, 1}) {
+    const Status failure = FailureOf(job, rank);
+    EXPECT_EQ(failure.code(), Code::kDeadlineExceeded);
+    ExpectContains(failure, {"came; all are there, but their copies don't get on"});
+  }
   EXPECT_EQ(Fake().fakeCudaCalls("cuStreamWriteValue32"), written) << "the copy's call has returned";
 }
 
