@@ -120,7 +120,7 @@ class Config:
         "HOCCL_BACKGROUND_PATIENCE_MS",
         5,
         _integer(1, 3_600_000),
-        "Milliseconds that foreground traffic can keep a background transfer from going on, on CPU devices; then one chunk of it moves.",
+        "Milliseconds that foreground traffic can keep a background transfer from going on; then one chunk of it moves.",
     )
     cross_memory: Literal["auto", "on", "off"] = _setting(
         "HOCCL_CROSS_MEMORY",

@@ -124,8 +124,7 @@ def foreground() -> Iterator[None]:
 
     While a region is active, transfers of priority "background" that this process copies stop between chunks, as they do while foreground
     transfers of hoccl_jax are active. They don't starve: every HOCCL_BACKGROUND_PATIENCE_MS one chunk moves in spite of it. `stats()` has
-    the counts under "background". Regions may nest and overlap, also between threads. Takes effect on CPU devices; on GPUs, background
-    transfers give way to hoccl_jax's own foreground transfers only.
+    the counts under "background". Regions may nest and overlap, also between threads.
 
     The region is one of the host's time. RuntimeError inside functions that JAX traces, where there is none.
     """

@@ -70,7 +70,9 @@ Status StreamExchange::StartDevices() {
     device->cuda = cuda->get();
     device->exports = std::make_unique<cuda::ExportCache>(**cuda);
     device->imports = std::make_unique<cuda::ImportCache>(**cuda);
-    device->pushes = std::make_unique<PushExecutor>(**cuda, options_.chunk_bytes);
+    device->pushes = std::make_unique<PushExecutor>(
+        **cuda, PushExecutorOptions{
+                    .chunk_bytes = options_.chunk_bytes, .background_patience = options_.background_patience, .regions = &regions_});
     Result<std::unique_ptr<StagingCopies>> staging_copies = StagingCopies::Create(**cuda);
     if (!staging_copies.ok()) return staging_copies.status();
     device->staging_copies = *std::move(staging_copies);
@@ -224,6 +226,16 @@ Status StreamExchange::failure() {
   if (!failed_.load(std::memory_order_acquire)) return {};
   std::lock_guard lock(mutex_);
   return failure_;
+}
+
+BackgroundCounts StreamExchange::background_counts() {
+  BackgroundCounts counts;
+  for (const auto& device : devices_) counts += device->pushes->background_counts();
+  return counts;
+}
+
+void StreamExchange::ResetBackgroundCounts() {
+  for (const auto& device : devices_) device->pushes->ResetBackgroundCounts();
 }
 
 std::vector<std::pair<int64_t, const cuda::CudaDevice*>> StreamExchange::Devices() const {

@@ -55,8 +55,9 @@ struct StreamExchangeOptions {
   int process_count = 1;
   std::vector<DeviceEntry> devices = {};  // of this process, CUDA ones only
   std::chrono::milliseconds timeout{300'000};
-  std::chrono::milliseconds tick{1000};        // how often deadlines are looked at
-  int64_t chunk_bytes = 8 << 20;               // of background pushes
+  std::chrono::milliseconds tick{1000};  // how often deadlines are looked at
+  int64_t chunk_bytes = 8 << 20;         // of background pushes
+  std::chrono::microseconds background_patience{5000};
   int64_t in_stream_bytes = int64_t{1} << 40;  // larger pushes are left to the executor
   std::chrono::microseconds patience{10};      // how long a handler of a small operation looks out for its receivers' posts
   std::string driver = cuda::kDriverLibrary;
@@ -99,6 +100,12 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
 
   // The failure that ended the exchange; OK while it runs.
   Status failure();
+
+  // A region of foreground traffic that is not the engine's.
+  void EnterForeground() { regions_.fetch_add(1); }
+  void LeaveForeground() { regions_.fetch_sub(1); }
+  BackgroundCounts background_counts();
+  void ResetBackgroundCounts();
 
   // What the devices of this process can do, for people.
   std::vector<std::pair<int64_t, const cuda::CudaDevice*>> Devices() const;
@@ -210,6 +217,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   Proxy* const proxy_;
   RemotePath* const remote_;
   Statistics* const statistics_;
+  std::atomic<int> regions_ = 0;
   std::shared_ptr<Resources> resources_;
   std::unique_ptr<Mailbox> mailbox_;
 

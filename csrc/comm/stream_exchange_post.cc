@@ -177,6 +177,11 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
     if (flight.way != Flight::Way::kInStream) continue;
     HOCCL_RETURN_IF_ERROR(stream.CopyAll(flight.target.address, execution->operand, execution->CopiesOf(flight)));
     operations.push_back({kWrite, flight.target.flags->OnDevice(flight.Arrival())});
+    FlagMemory& theirs = *flight.target.flags;
+    const Ticket arrival = flight.Arrival();
+    execution->device->pushes->Note({.sender_ready = {own.address(execution->slot), execution->value},
+                                     .receiver_ready = {theirs.address(flight.ready.slot), flight.ready.value},
+                                     .arrived = {theirs.address(arrival.slot), arrival.value}});
     statistics_->CountBytes(Engine::kPeerDma, flight.bytes);
     statistics_->CountPush(true);
   }

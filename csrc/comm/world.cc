@@ -174,6 +174,7 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                              .timeout = options.timeout,
                                                                              .tick = TickFor(options.timeout),
                                                                              .chunk_bytes = options.dma_chunk_bytes,
+                                                                             .background_patience = options.background_patience,
                                                                              .in_stream_bytes = options.in_stream_bytes,
                                                                              .patience = options.patience,
                                                                              .driver = options.cuda_driver,
@@ -187,6 +188,22 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
   world->listeners_ = std::make_unique<Listeners>(std::move(listeners), world->remote_.get());
   world->proxy_->Run(world->listeners_.get());
   return world;
+}
+
+void World::EnterForeground() {
+  executor_->EnterForeground();
+  if (streams_ != nullptr) streams_->EnterForeground();
+}
+
+void World::LeaveForeground() {
+  executor_->LeaveForeground();
+  if (streams_ != nullptr) streams_->LeaveForeground();
+}
+
+BackgroundCounts World::background_counts() {
+  BackgroundCounts counts = executor_->background_counts();
+  if (streams_ != nullptr) counts += streams_->background_counts();
+  return counts;
 }
 
 World::World(const WorldOptions& options)

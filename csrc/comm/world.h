@@ -108,14 +108,15 @@ class World {
   StreamExchange* streams() { return streams_.get(); }
   StreamFutures* stream_futures() { return stream_futures_.get(); }
 
-  // A region of foreground traffic that is not the engine's: until it ends, background transfers of CPU devices stop between chunks.
-  void EnterForeground() { executor_->EnterForeground(); }
-  void LeaveForeground() { executor_->LeaveForeground(); }
-  BackgroundCounts background_counts() { return executor_->background_counts(); }
+  // A region of foreground traffic that is not the engine's: until it ends, background transfers stop between chunks.
+  void EnterForeground();
+  void LeaveForeground();
+  BackgroundCounts background_counts();
 
   void ResetStatistics() {
     statistics_.Reset();
     executor_->ResetBackgroundCounts();
+    if (streams_ != nullptr) streams_->ResetBackgroundCounts();
   }
 
   InFlight& in_flight() { return in_flight_; }

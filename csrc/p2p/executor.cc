@@ -73,7 +73,7 @@ bool Transfer::SharesRemoteSource(const Transfer& other) const {
 
 bool Transfer::streaming() const { return batch_.empty() && bytes_ >= kStreamedBytes; }
 
-Executor::Executor(const ExecutorOptions& options) : options_(options) {
+Executor::Executor(const ExecutorOptions& options) : options_(options), gate_(options.background_patience) {
   for (int i = 0; i < options.copy_threads; ++i) threads_.emplace_back([this, i] { Run(i); });
 }
 
@@ -149,27 +149,10 @@ bool Executor::TakeChunk(Chunk* chunk) {
     Take(&foreground_, chunk);
     return true;
   }
-  if (background_.transfers.empty() || !AdmitBackground()) return false;
+  if (background_.transfers.empty() || !gate_.Admit(active_foreground_ > 0 && !stopping_)) return false;
   Take(&background_, chunk);
-  counts_.chunks += 1 + static_cast<int64_t>(chunk->followers.size());
-  if (background_.transfers.empty()) holding_ = false;  // nothing is held any more
-  return true;
-}
-
-bool Executor::AdmitBackground() {
-  if (active_foreground_ == 0 || stopping_) {
-    holding_ = false;
-    return true;
-  }
-  const Clock::time_point now = Clock::now();
-  if (!holding_) {
-    holding_ = true;
-    held_since_ = now;
-    ++counts_.held;
-  }
-  if (now < held_since_ + options_.background_patience) return false;
-  held_since_ = now;
-  ++counts_.forced;
+  gate_.counts.chunks += 1 + static_cast<int64_t>(chunk->followers.size());
+  if (background_.transfers.empty()) gate_.Rest();
   return true;
 }
 
@@ -189,12 +172,12 @@ void Executor::EndForeground() {
 
 BackgroundCounts Executor::background_counts() {
   std::lock_guard lock(mutex_);
-  return counts_;
+  return gate_.counts;
 }
 
 void Executor::ResetBackgroundCounts() {
   std::lock_guard lock(mutex_);
-  counts_ = {};
+  gate_.counts = {};
 }
 
 int Executor::Copy(const Chunk& chunk) {
@@ -240,7 +223,7 @@ void Executor::Run(int lane) {
       if (background_.transfers.empty()) {
         wake_.wait(lock);
       } else {
-        wake_.wait_until(lock, held_since_ + options_.background_patience);
+        wake_.wait_until(lock, gate_.Deadline());
       }
       continue;
     }

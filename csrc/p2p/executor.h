@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "csrc/base/trace.h"
+#include "csrc/p2p/background_gate.h"
 #include "csrc/p2p/transfer.h"
 
 namespace hoccl {
@@ -29,13 +30,6 @@ struct ExecutorOptions {
   Trace* trace = nullptr;                               // gets the chunks of transfers that have a label
   // For tests and measurements, which make copies slow by it: called before each chunk by the thread that copies it.
   std::function<void(const Transfer&)> before_chunk = {};
-};
-
-// What background transfers have done.
-struct BackgroundCounts {
-  int64_t chunks = 0;
-  int64_t held = 0;    // how often there were chunks to move, and foreground traffic that kept them
-  int64_t forced = 0;  // chunks that went in spite of foreground traffic
 };
 
 class Executor {
@@ -78,7 +72,6 @@ class Executor {
 
   // With mutex_ held.
   bool TakeChunk(Chunk* chunk);
-  bool AdmitBackground();
   void EndForeground();
   static void Take(Ring* ring, Chunk* chunk);
 
@@ -92,9 +85,7 @@ class Executor {
   Ring foreground_;
   Ring background_;
   int64_t active_foreground_ = 0;  // transfers and regions
-  bool holding_ = false;           // background chunks wait for foreground traffic to end, since ...
-  Clock::time_point held_since_;   // ... this moment, or the last chunk that went in spite of it
-  BackgroundCounts counts_;
+  BackgroundGate gate_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

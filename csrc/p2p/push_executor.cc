@@ -9,6 +9,7 @@ namespace {
 // Background chunks that the copy engines have at a time: one that runs and one behind it, so that they never idle and a foreground push
 // waits for little more than one chunk.
 constexpr size_t kChunksInFlight = 2;
+constexpr size_t kNotedAtOnce = 64;
 
 bool IsEmpty(const Push& push) {
   return std::all_of(push.copies.begin(), push.copies.end(), [](const StridedCopy& copy) { return copy.bytes() == 0; });
@@ -24,7 +25,31 @@ PushExecutor::~PushExecutor() {
 
 void PushExecutor::Submit(const Push& push) {
   std::lock_guard lock(mutex_);
-  if (!abandoned_) waiting_.push_back(push);
+  if (abandoned_) return;
+  waiting_.push_back(push);
+  if (push.background && !IsEmpty(push)) background_left_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void PushExecutor::Note(const StreamPush& push) {
+  if (background_left_.load(std::memory_order_relaxed) == 0) return;
+  std::lock_guard lock(mutex_);
+  if (abandoned_) return;
+  if (noted_.size() >= kNotedAtOnce && noted_.size() == noted_.capacity()) ForgetArrived();
+  noted_.push_back(push);
+}
+
+void PushExecutor::ForgetArrived() {
+  std::erase_if(noted_, [](const StreamPush& push) { return push.arrived.Reached(); });
+}
+
+BackgroundCounts PushExecutor::background_counts() {
+  std::lock_guard lock(mutex_);
+  return gate_.counts;
+}
+
+void PushExecutor::ResetBackgroundCounts() {
+  std::lock_guard lock(mutex_);
+  gate_.counts = {};
 }
 
 bool PushExecutor::HasWork() {
@@ -36,6 +61,7 @@ void PushExecutor::Abandon() {
   std::lock_guard lock(mutex_);
   abandoned_ = true;
   waiting_.clear();
+  noted_.clear();
 }
 
 Result<cuda::CopyStream*> PushExecutor::StreamTo(int64_t receiver, bool background) {
@@ -104,19 +130,30 @@ Status PushExecutor::StartPiece(Piecewise* piecewise, const cuda::CopyStream& st
   size_t short_ones = 0;
   for (int64_t bytes = 0; piecewise->next == 0 && short_ones < left.size(); ++short_ones) {
     bytes += left[short_ones].bytes();
-    if (bytes > chunk_bytes_) break;
+    if (bytes > options_.chunk_bytes) break;
   }
   if (short_ones > 0) {
     piecewise->copy += short_ones;
     return stream.CopyAll(push.dst, push.src, left.first(short_ones));
   }
-  if (piecewise->next == 0) piecewise->chunks = ChunkedCopy(left.front(), chunk_bytes_);
+  if (piecewise->next == 0) piecewise->chunks = ChunkedCopy(left.front(), options_.chunk_bytes);
   const StridedCopy chunk = piecewise->chunks.chunk(piecewise->next++);
   if (piecewise->next == piecewise->chunks.chunks()) {
     ++piecewise->copy;
     piecewise->next = 0;
   }
   return stream.Copy(push.dst, push.src, chunk);
+}
+
+bool PushExecutor::AdmitBackground() {
+  std::lock_guard lock(mutex_);
+  ForgetArrived();
+  const bool in_stream = std::any_of(noted_.begin(), noted_.end(),
+                                     [](const StreamPush& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); });
+  const bool region = options_.regions != nullptr && options_.regions->load(std::memory_order_relaxed) > 0;
+  if (!gate_.Admit(!foreground_.empty() || in_stream || region)) return false;
+  ++gate_.counts.chunks;
+  return true;
 }
 
 Status PushExecutor::StepBackground(bool* progress) {
@@ -127,7 +164,7 @@ Status PushExecutor::StepBackground(bool* progress) {
     spare_.push_back(std::move(in_flight_.front()));
     in_flight_.erase(in_flight_.begin());
   }
-  while (foreground_.empty() && !background_.empty() && in_flight_.size() < kChunksInFlight) {
+  while (!background_.empty() && in_flight_.size() < kChunksInFlight && AdmitBackground()) {
     Piecewise piecewise = std::move(background_.front());
     background_.pop_front();
     const Push& push = piecewise.push;
@@ -148,6 +185,9 @@ Status PushExecutor::StepBackground(bool* progress) {
       HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
       HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
       busy_.fetch_sub(1, std::memory_order_relaxed);
+      background_left_.fetch_sub(1, std::memory_order_relaxed);
+      std::lock_guard lock(mutex_);
+      if (background_.empty()) gate_.Rest();
     }
     *progress = true;
   }

@@ -1,10 +1,11 @@
 // Runs the flows out of one CUDA device that its stream does not run itself: once both ends are ready, its copy engines push the bytes
-// straight into the receiver's memory and set the flags that let both programs go on. Background pushes go chunk by chunk, and only while
-// no foreground push of the device is on its way.
+// straight into the receiver's memory and set the flags that let both programs go on. Background pushes go chunk by chunk, and stop between
+// chunks while a foreground push of the device is on its way, the program's own included, or while there is other foreground traffic.
 #ifndef HOCCL_P2P_PUSH_EXECUTOR_H_
 #define HOCCL_P2P_PUSH_EXECUTOR_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -18,6 +19,7 @@
 #include "csrc/device/copy.h"
 #include "csrc/device/cuda/context.h"
 #include "csrc/device/cuda/stream.h"
+#include "csrc/p2p/background_gate.h"
 
 namespace hoccl {
 
@@ -46,9 +48,23 @@ struct Push {
   HostFlag departed_seen;
 };
 
+// A push that stands in the program's stream.
+struct StreamPush {
+  HostFlag sender_ready;
+  HostFlag receiver_ready;
+  HostFlag arrived;
+};
+
+struct PushExecutorOptions {
+  int64_t chunk_bytes = 8 << 20;                        // of background pushes
+  std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep background chunks from going
+  const std::atomic<int>* regions = nullptr;            // of other foreground traffic; none if null
+};
+
 class PushExecutor {
  public:
-  PushExecutor(const cuda::CudaDevice& device, int64_t chunk_bytes) : device_(device), chunk_bytes_(chunk_bytes) {}
+  PushExecutor(const cuda::CudaDevice& device, const PushExecutorOptions& options)
+      : device_(device), options_(options), gate_(options.background_patience) {}
   ~PushExecutor();  // waits for what the copy engines have been given
 
   // From any thread.
@@ -61,6 +77,12 @@ class PushExecutor {
 
   // Makes what pushes to the receiver will need, so that none is made while streams wait for them: the driver may block that.
   Status Prepare(int64_t receiver, bool background) { return StreamTo(receiver, background).status(); }
+
+  // From any thread: a foreground push that is not the executor's. Costs little while there are no background pushes.
+  void Note(const StreamPush& push);
+
+  BackgroundCounts background_counts();
+  void ResetBackgroundCounts();
 
   // From any thread, for good: nothing more is started, and what waits is forgotten.
   void Abandon();
@@ -76,17 +98,22 @@ class PushExecutor {
 
   Result<cuda::CopyStream*> StreamTo(int64_t receiver, bool background);
   Status Start(const Push& push);
+  void ForgetArrived();  // with mutex_ held
+  bool AdmitBackground();
   Status StepBackground(bool* progress);
   Status StartPiece(Piecewise* piecewise, const cuda::CopyStream& stream);
 
   const cuda::CudaDevice& device_;
-  const int64_t chunk_bytes_;
+  const PushExecutorOptions options_;
   std::mutex streams_mutex_;
   std::map<std::pair<int64_t, bool>, std::unique_ptr<cuda::CopyStream>> streams_;  // by receiver and priority; they stay
 
   std::mutex mutex_;
   bool abandoned_ = false;
   std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival
+  BackgroundGate gate_;
+  std::vector<StreamPush> noted_;            // while background pushes are left
+  std::atomic<int64_t> background_left_{0};  // pushes that have not been given to the copy engines whole
 
   // Of the stepping thread alone, but for their sizes.
   std::vector<Push> taken_;
