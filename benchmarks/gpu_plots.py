@@ -54,7 +54,9 @@ def draw(forms: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path) -
                 sizes, speeds = curve(of_panel, field)
                 if sizes:
                     panel.plot(sizes, speeds, label=label, **style)
-            panel.set(xscale="log", title=f"{operation}, {form}", xlabel="bytes of a rank", ylabel="GB/s out of a GPU")
+            panel.set(xscale="log", xlabel="bytes of a rank", ylabel="GB/s out of a GPU")
+            panel.set_title(f"{operation}, {form}", fontsize="medium")
+            panel.tick_params(labelbottom=True)  # though another panel is below, which may be empty
     panels[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=80)
     pyplot.close(figure)

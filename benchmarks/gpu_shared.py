@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,13 +41,12 @@ def _ones(rows: int, columns: int, dtype: Any) -> jax.Array:
     return jax.jit(lambda: jnp.full(shape, 0.5, dtype), out_shardings=NamedSharding(mesh, P("x")))()
 
 
-class _BareCopies:
-    """Copies within this process's GPU, by the driver alone, in a stream of its own."""
+class BareCopies:
+    """Copies of `size` bytes within a GPU, by the driver alone, in a stream of its own."""
 
-    def __init__(self, size: int):
+    def __init__(self, driver: Driver, ordinal: int, size: int):
         self._size = size
-        device = gpu_mesh().local_devices[0]
-        self._gpu = Gpu(Driver(), device.local_hardware_id or 0, size)
+        self._gpu = Gpu(driver, ordinal, size, size)
 
     def start(self) -> None:
         self._gpu.push(self._gpu, self._size, 1)
@@ -59,7 +58,7 @@ class _BareCopies:
         self._gpu.free()
 
 
-def _beside_bare(copies: _BareCopies, step: Callable[[], Any], name: str) -> tuple[float, float]:
+def _beside_bare(copies: BareCopies, step: Callable[[], Any], name: str) -> tuple[float, float]:
     """us of the step that begins with the copy, and of the copy."""
     barrier(name)
     start = time.perf_counter()
@@ -114,7 +113,7 @@ def overlapped(size: int, moved: int) -> dict[str, Any]:
     copies, why = None, "a dry run"
     if PLATFORM != "cpu":
         try:
-            copies = _BareCopies(moved)
+            copies = BareCopies(Driver(), gpu_mesh().local_devices[0].local_hardware_id or 0, moved)
         except (RuntimeError, OSError) as error:
             why = str(error)
     missing = [each for each in everyone("" if copies else why) if each]
@@ -147,7 +146,10 @@ def overlapped(size: int, moved: int) -> dict[str, Any]:
 
 
 def _intervals(step: Callable[[], Any], size: int, name: str) -> dict[str, Any]:
-    """From the profiler: us from one copy of `size` bytes to the next, median, while longer copies run and without any."""
+    """From the profiler: us from one copy of `size` bytes to the next, median, while longer copies run and without any.
+
+    Further, where there are longer copies: how many small ones began before the first of these, until the end of the last, and after.
+    """
 
     def together() -> Any:
         barrier(name)
@@ -168,40 +170,65 @@ def _intervals(step: Callable[[], Any], size: int, name: str) -> dict[str, Any]:
     found_intervals: dict[bool, list[float]] = {True: [], False: []}
     for one, following in itertools.pairwise(starts):
         found_intervals[begin <= one and following <= end].append(following - one)
-    return {
+    result: dict[str, Any] = {
         key: {"us": round(statistics.median(values), 1), "count": len(values)} if values else None
         for key, values in (("beside", found_intervals[True]), ("alone", found_intervals[False]))
     }
+    if long:
+        result["begun before, during, after the background"] = [
+            sum(at < begin for at in starts),
+            sum(begin <= at <= end for at in starts),
+            sum(at > end for at in starts),
+        ]
+    return result
 
 
-def priorities(size: int, moved: int, chain: int) -> dict[str, Any]:
-    """Latency of a small foreground ppermute, `size` bytes, while background ppermutes of `moved` bytes each saturate the GPU.
+Function = Callable[..., Any]
 
-    `chain` small ones that depend on each other run alone and beside as many background ones as take longer than all of them. Their rate
-    beside is read from the profiler's copies, since the program as a whole ends with the longer of both.
+
+def beside_background(ring: Sequence[tuple[int, int]], chain: int, count: int) -> tuple[Function, Function]:
+    """(small -> `chain` ppermutes in a row, (small, x) -> the same between start and done of `count` background ppermutes of x).
+
+    That the second one's chain really stands between all starts and all dones in XLA's schedule, tests/aot checks.
     """
-    ring = _ring()
-    small = _ones(1, size // 4, jnp.float32)
-    x = _ones(1024, moved // 4096, jnp.float32)
 
     def permutes(small: jax.Array) -> jax.Array:
         for _ in range(chain):
             small = hoccl_jax.ppermute(small, "x", ring, overlap=False)
         return small
 
-    def background(x: jax.Array) -> jax.Array:
-        return hoccl_jax.ppermute_start(x, "x", ring, priority="background").done()
-
-    alone, one = _mapped(permutes, 1), _mapped(background, 1)
-    alone_us = median_us(lambda: alone(small), 1, 7)
-    background_us = median_us(lambda: one(x), 1, 7)
-    count = everyone(min(8, max(1, math.ceil(1.5 * alone_us / background_us))))[0]
-
     def both(small: jax.Array, x: jax.Array) -> Any:
         futures = [hoccl_jax.ppermute_start(x, "x", ring, priority="background") for _ in range(count)]
         return hoccl_jax.overlap(futures, permutes, small)
 
-    together = _mapped(both, 2)
+    return permutes, both
+
+
+def scheduled(text: str) -> list[str]:
+    """hoccl_jax's calls in a compiled module's entry, in the order of their execution: ["hoccl_start 1", "hoccl_collective 50", ...]."""
+    calls = re.findall(r'custom_call_target="(hoccl_\w+)"', text[text.index("\nENTRY ") :])
+    return [f"{target} {len(list(run))}" for target, run in itertools.groupby(calls)]
+
+
+def priorities(size: int, moved: int, chain: int) -> dict[str, Any]:
+    """Latency of a small foreground ppermute, `size` bytes, while background ppermutes of `moved` bytes each saturate the GPU.
+
+    `chain` small ones that depend on each other run alone and beside as many background ones as take longer than all of them. Their rate
+    beside is read from the profiler's copies, since the program as a whole ends with the longer of both. The result also has XLA's schedule
+    and how many small copies really began during the background's: the rate of a few says nothing.
+    """
+    ring = _ring()
+    small = _ones(1, size // 4, jnp.float32)
+    x = _ones(1024, moved // 4096, jnp.float32)
+
+    def background(x: jax.Array) -> jax.Array:
+        return hoccl_jax.ppermute_start(x, "x", ring, priority="background").done()
+
+    alone, one = _mapped(beside_background(ring, chain, 0)[0], 1), _mapped(background, 1)
+    alone_us = median_us(lambda: alone(small), 1, 7)
+    background_us = median_us(lambda: one(x), 1, 7)
+    count = everyone(min(8, max(1, math.ceil(1.5 * alone_us / background_us))))[0]
+    together = _mapped(beside_background(ring, chain, count)[1], 2).lower(small, x).compile()
     total_us = median_us(lambda: together(small, x), 1, 7)
     chunk_us = background_us * min(1.0, _CHUNK / moved)
     result = {
@@ -209,6 +236,7 @@ def priorities(size: int, moved: int, chain: int) -> dict[str, Any]:
         "background us": round(background_us, 1),
         "background transfers": count,
         "chain and background us": round(total_us, 1),
+        "XLA's schedule": scheduled(together.as_text() or ""),
         "one chunk us": round(chunk_us, 1),
         "allowed us": round(1.5 * alone_us / chain + chunk_us, 1),
         "profiled idle": _intervals(lambda: alone(small), size, "events alone"),

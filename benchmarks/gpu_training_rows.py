@@ -90,4 +90,5 @@ def several(run: Run, job: Any, env: dict[str, str], gpus: int) -> Iterator[Row]
     # Once: XLA's default schedule of it is that with the flag.
     yield from _steps(stages, "", _outcome(run, "pipeline_step", {**_STAGE, "forms": ["hoccl_jax", "jax.lax"]}, job, env)[0])
     yield _priorities(run, "a GPU each", 50, job, env)
+    yield _priorities(run, "a GPU each, all by the proxy", 50, job, {**env, "HOCCL_IN_STREAM_BYTES": "0"})
     yield _values(run, "a GPU each", True, job, {**env, "JAX_NUM_CPU_DEVICES": str(gpus)})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu_page, gpu_programs, nccl_direct
+from benchmarks import gpu_page, gpu_programs, gpu_shared, nccl_direct
 
 pytestmark = pytest.mark.any_jax
 
@@ -75,6 +75,44 @@ def test_collectives_are_called_with_nccls_arguments() -> None:
     assert only[0] == "ncclAlltoAll"
     assert only[3] == 32  # what each other rank gets
     assert nccl_direct.grouped([only]) == [only]
+
+
+def test_broadcasts_that_hang_are_left_out() -> None:
+    left_out = {
+        (form, operation, size)
+        for form in nccl_direct.FORMS
+        for operation in nccl_direct.OPERATIONS
+        for size in (1 << 20, 8 << 20, 1 << 30)
+        if nccl_direct.left_out(form, operation, size)
+    }
+    assert left_out == {("zero-CTA", "broadcast", 8 << 20), ("zero-CTA", "broadcast", 1 << 30)}
+
+
+class StubDriver:
+    """In place of peer_copy.Driver: notes the calls, and hands out an address for each allocation. No copy is made."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.sizes: dict[int, int] = {}
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments))
+        if name == "cuMemAlloc_v2":
+            address, size = arguments
+            address._obj.value = 1000 * (len(self.sizes) + 1)
+            self.sizes[address._obj.value] = size.value
+
+
+def test_a_bare_copy_goes_from_one_buffer_to_another_of_its_size() -> None:
+    driver: Any = StubDriver()
+    copies = gpu_shared.BareCopies(driver, 0, SIZE)
+    copies.start()
+    copies.wait()
+    ((target, source, size, _),) = [call[1:] for call in driver.calls if call[0] == "cuMemcpyAsync"]
+    assert target.value != source.value
+    assert driver.sizes[target.value] == driver.sizes[source.value] == size.value == SIZE
+    copies.free()
+    assert [call[1].value for call in driver.calls if call[0] == "cuMemFree_v2"] == list(driver.sizes)
 
 
 def test_nccl_is_the_one_that_the_process_has_loaded(tmp_path: pathlib.Path) -> None:
