@@ -25,19 +25,19 @@ SIZES = (64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20, 1 << 30)
 
 # us on two H200s, a process each: docs/results/h200x2-2026-11-30.md.
 _MEASURED = {
-    ("ppermute", 1 << 20): 17.6,
-    ("ppermute", 8 << 20): 41.1,
-    ("ppermute", 64 << 20): 194.0,
-    ("ppermute", 256 << 20): 740.7,
-    ("ppermute", 1 << 30): 2824.8,
-    ("all_to_all", 8 << 20): 37.1,
-    ("all_to_all", 64 << 20): 133.5,
-    ("all_to_all", 256 << 20): 462.6,
-    ("all_to_all", 1 << 30): 1709.8,
-    ("all_gather", 8 << 20): 60.6,
-    ("all_gather", 64 << 20): 246.9,
-    ("all_gather", 256 << 20): 883.9,
-    ("all_gather", 1 << 30): 3360.9,
+    ("ppermute", 1 << 20): 18.0,
+    ("ppermute", 8 << 20): 38.7,
+    ("ppermute", 64 << 20): 200.7,
+    ("ppermute", 256 << 20): 769.2,
+    ("ppermute", 1 << 30): 2857.7,
+    ("all_to_all", 8 << 20): 38.0,
+    ("all_to_all", 64 << 20): 115.0,
+    ("all_to_all", 256 << 20): 441.2,
+    ("all_to_all", 1 << 30): 1458.4,
+    ("all_gather", 8 << 20): 48.2,
+    ("all_gather", 64 << 20): 208.1,
+    ("all_gather", 256 << 20): 806.9,
+    ("all_gather", 1 << 30): 2851.3,
 }
 
 _ASSUMPTIONS = """\
