@@ -123,8 +123,9 @@ def foreground() -> Iterator[None]:
             jax.block_until_ready(latency_critical_program(x))
 
     While a region is active, transfers of priority "background" that this process copies stop between chunks, as they do while foreground
-    transfers of hoccl_jax are active. They don't starve: every HOCCL_BACKGROUND_PATIENCE_MS one chunk moves in spite of it. `stats()` has
-    the counts under "background". Regions may nest and overlap, also between threads.
+    transfers of hoccl_jax are active. They don't starve: every HOCCL_BACKGROUND_PATIENCE_MS one chunk moves in spite of it. Of background
+    transfers, `stats()["background"]` counts the "chunks" that moved, how many of these were "forced" in spite of foreground traffic, and
+    how often such traffic "held" what was left. Regions may nest and overlap, also between threads.
 
     The region is one of the host's time. RuntimeError inside functions that JAX traces, where there is none.
     """

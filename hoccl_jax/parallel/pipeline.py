@@ -87,8 +87,10 @@ def loss(
     """This device's contribution to the loss of a pipeline: its sum over `axis_name` is the sum over microbatches.
 
     Differentiable in `params` and in floating-point `microbatches`. The functions may hold no collective over `axis_name`; others are fine
-    where all devices of their groups are of one stage. With "1f1b" what they take from outside their arguments can't be differentiated,
-    and under jax.grad the loss and its gradients are computed together, in the forward pass.
+    where all devices of their groups are of one stage. What they take from outside their arguments can't be differentiated: pass it in
+    `params`. (With "1f1b" JAX says so, as a leaked tracer. With "gpipe" the gradient of a value that is the same on all stages would be a
+    sum over `axis_name` that only some stages come to, and waits for ever.) With "1f1b", under jax.grad, the loss and its gradients are
+    computed together, in the forward pass.
 
     Args:
       enter: (params, microbatch) -> activations, a pytree of arrays. Computed by the first stage.
