@@ -244,9 +244,9 @@ Written by `python -m tests.support`, which runs each cell on CPU devices and ch
 The last four columns before CUDA are types of the mesh axis, with jit and, for operations that have one, the gradient. CUDA: who moves the
 data in a program that is lowered for CUDA devices. jax.export needs `DisabledSafetyCheck.custom_call("hoccl_collective")`; an exported
 program holds the ids of the devices that it was made for: call it on these, in this order (in another the results of ranks change places),
-and call `hoccl_jax.init()` before it where nothing else has started the engine. `reshard` is a callback from XLA's partitioner, which JAX can't put into a
-file. `send` and `recv`, between programs, work in jit, without it, and within scan and cond; they have no vmap and no gradient
-(tests/unit/test_mpmd.py).
+and call `hoccl_jax.init()` before it where nothing else has started the engine. `reshard` is a callback from XLA's partitioner, which JAX
+can't put into a file. `send` and `recv`, between programs, work in jit, without it, and within scan and cond; they have no vmap and no
+gradient (tests/unit/test_mpmd.py).
 
 """
 
