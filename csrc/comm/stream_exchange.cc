@@ -254,6 +254,7 @@ void StreamExchange::Run(Device* device) {
   while (!stopping_) {
     TakeMail();
     if (device->TakeReached()) {  // what its flag says came before the flag was set
+      last_progress = Clock::now();
       ReadTables(device);
       BeginNetwork(device);
     }
