@@ -28,13 +28,7 @@ from tqdm import tqdm
 
 import hoccl_jax
 
-_STEPS = flags.DEFINE_integer("steps", 100, "Optimiser steps.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 64, "Tokens of a device in a step.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", 32, "Width of a token.", lower_bound=1)
-_EXPERTS = flags.DEFINE_integer("experts", 2, "Experts of a device.", lower_bound=1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.3, "Learning rate of plain gradient descent.")
-_PLATFORM = flags.DEFINE_enum("platform", "cpu", ["cpu", "cuda"], "Devices to run on.")
-
+FLAGS = flags.FLAGS
 AXIS = "experts"
 CHOICES = 2  # experts of a token
 _TOLERANCE = 1e-3  # sums are made in different orders
@@ -137,9 +131,9 @@ def batch(tokens: int, width: int, step: int) -> tuple[jax.Array, jax.Array]:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"no such arguments: {argv[1:]}")
-    if _PLATFORM.value == "cpu":
+    if FLAGS.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
-    mesh = Mesh(np.array(jax.devices(_PLATFORM.value)), AXIS)
+    mesh = Mesh(np.array(jax.devices(FLAGS.platform)), AXIS)
     sharded = jax.shard_map(mixture, mesh=mesh, in_specs=(SPECS, P(AXIS)), out_specs=P(AXIS))
 
     def step(model: Any, params: Params, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, Params]:
@@ -147,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
 
     @jax.jit
     def update(params: Params, gradients: Params) -> Params:
-        return jax.tree.map(lambda p, g: p - _LEARNING_RATE.value * g, params, gradients)
+        return jax.tree.map(lambda p, g: p - FLAGS.learning_rate * g, params, gradients)
 
     @jax.jit
     def difference(gradients: Params, reference: Params) -> jax.Array:
@@ -156,12 +150,12 @@ def main(argv: Sequence[str]) -> None:
         return jnp.max(jnp.stack(jax.tree.leaves(shares)))
 
     steps = {"mixture": jax.jit(functools.partial(step, sharded)), "dense": jax.jit(functools.partial(step, dense))}
-    start = initial(_WIDTH.value, mesh.size * _EXPERTS.value, seed=0)
+    start = initial(FLAGS.width, mesh.size * FLAGS.experts, seed=0)
     params = jax.device_put(start, jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS, is_leaf=lambda x: isinstance(x, P)))
     times: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
-    for i in tqdm(range(_STEPS.value), unit="step"):
-        x, wanted = (jax.device_put(each, NamedSharding(mesh, P(AXIS))) for each in batch(mesh.size * _TOKENS.value, _WIDTH.value, i))
+    for i in tqdm(range(FLAGS.steps), unit="step"):
+        x, wanted = (jax.device_put(each, NamedSharding(mesh, P(AXIS))) for each in batch(mesh.size * FLAGS.tokens, FLAGS.width, i))
         gradients = {}
         for name, run in steps.items():
             began = time.perf_counter()
@@ -174,8 +168,14 @@ def main(argv: Sequence[str]) -> None:
         params = update(params, gradients["mixture"])
     rows = [[name, losses[name][0], losses[name][-1], 1e3 * statistics.median(times[name])] for name in steps]
     print(tabulate(rows, ["model", "first loss", "last loss", "ms a step"], "github"))
-    print(f"equal up to rounding over {_STEPS.value} steps; {hoccl_jax.stats()['operations']['ragged_all_to_all']} ragged operations")
+    print(f"equal up to rounding over {FLAGS.steps} steps; {hoccl_jax.stats()['operations']['ragged_all_to_all']} ragged operations")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # users may import this module beside others with flags
+    flags.DEFINE_integer("steps", 100, "Optimiser steps.", lower_bound=1)
+    flags.DEFINE_integer("tokens", 64, "Tokens of a device in a step.", lower_bound=1)
+    flags.DEFINE_integer("width", 32, "Width of a token.", lower_bound=1)
+    flags.DEFINE_integer("experts", 2, "Experts of a device.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", 0.3, "Learning rate of plain gradient descent.")
+    flags.DEFINE_enum("platform", "cpu", ["cpu", "cuda"], "Devices to run on.")
     app.run(main)
