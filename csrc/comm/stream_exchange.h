@@ -55,11 +55,11 @@ struct StreamExchangeOptions {
   int process_count = 1;
   std::vector<DeviceEntry> devices = {};  // of this process, CUDA ones only
   std::chrono::milliseconds timeout{300'000};
-  std::chrono::milliseconds tick{1000};  // how often deadlines are looked at
-  int64_t chunk_bytes = 8 << 20;         // of background pushes
-  std::chrono::microseconds background_patience{5000};
-  int64_t in_stream_bytes = int64_t{1} << 40;  // larger pushes are left to the executor
-  std::chrono::microseconds patience{10};      // how long a handler of a small operation looks out for its receivers' posts
+  std::chrono::milliseconds tick{1000};                 // how often deadlines are looked at
+  int64_t chunk_bytes = 8 << 20;                        // of background pushes
+  std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep such a chunk from going
+  int64_t in_stream_bytes = int64_t{1} << 40;           // larger pushes are left to the executor
+  std::chrono::microseconds patience{10};               // how long a handler of a small operation looks out for its receivers' posts
   std::string driver = cuda::kDriverLibrary;
   Trace* trace = nullptr;  // of what goes by the network
 };

@@ -207,7 +207,13 @@ void StreamExchange::Watch(Device* device) {
 // the device's thread then, that is blocked too; only flags, which no lock guards, can let them go.
 void StreamExchange::OnTick() {
   std::lock_guard lock(mutex_);
-  for (const auto& device : devices_) failed_ ? ReleaseAgain(device.get()) : CheckDeadlines(device.get());
+  for (const auto& device : devices_) {
+    if (failed_) {
+      ReleaseAgain(device.get());
+    } else {
+      CheckDeadlines(device.get());
+    }
+  }
 }
 
 void StreamExchange::ReleaseAgain(Device* device) {

@@ -75,7 +75,7 @@ class PushExecutor {
   Status Step(bool* progress);
   bool HasWork();
 
-  // Makes what pushes to the receiver will need, so that none is made while streams wait for them: the driver may block that.
+  // Makes the stream of the pushes to a receiver, so that it is not made while other streams wait for these: the driver may block that.
   Status Prepare(int64_t receiver, bool background) { return StreamTo(receiver, background).status(); }
 
   // From any thread: a foreground push that is not the executor's. Costs little while there are no background pushes.
