@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
 from benchmarks import gpu_model
-from benchmarks.gpu_programs import PLATFORM, barrier, everyone, gpu_events, gpu_mesh, spread
+from benchmarks.gpu_programs import PLATFORM, barrier, everyone, gpu_events, gpu_mesh
 
 _LOSSES = 4  # steps whose losses are compared
 _ROUNDS, _REPEATS = (2, 2) if PLATFORM == "cpu" else (4, 5)  # the first round does not count
@@ -119,16 +119,8 @@ def idle_cpu_us() -> float:
     return round((time.process_time() - start) * 1e6)
 
 
-def use_nccl() -> None:
-    """One small reduction over all devices. If NCCL is used for the first time while transfers of hoccl_jax are in flight, both can block
-    each other (docs/cuda.md), and a step of training that is a process's first program would do that."""
-    total = jax.jit(jax.shard_map(lambda x: lax.psum(x, "x"), mesh=gpu_mesh(), in_specs=P("x"), out_specs=P()))
-    jax.block_until_ready(total(spread(1, 1)))
-
-
 def _measure(trainers: dict[str, Callable[[], _Trainer]]) -> dict[str, Any]:
     result: dict[str, Any] = {"failed": {}, "losses": {}}
-    use_nccl()
     ready = _prepare(trainers, result)
     for name, trainer in ready.items():
         result["losses"][name] += [trainer.loss() for _ in range(_LOSSES - 1)]
@@ -232,8 +224,6 @@ def helper_values(width: int, layers: int, sequence: int, reduces: bool) -> dict
     mesh = gpu_mesh()
     own = mesh if PLATFORM == "cpu" else Mesh(np.array(jax.local_devices(backend="cpu")[: mesh.size]), "x")
     config = gpu_model.Config(layers, width, sequence, 2, jnp.float32)
-    if reduces:
-        use_nccl()
     with jax.default_matmul_precision("highest"):
         ours = jax.block_until_ready(_values(config, mesh, True, reduces))
         theirs = jax.block_until_ready(_values(config, own, False, reduces))

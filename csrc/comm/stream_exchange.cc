@@ -14,20 +14,12 @@ namespace hoccl {
 namespace {
 
 constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: more than 10,000 call sites of 8 ranks
-// Own slices from this size on are copied beside the pushes instead of before them.
-constexpr int64_t kLargeOwnBytes = 8 << 20;
 // How long a device's thread polls without a pause for pushes that can't start. Then it pauses for a part of the time that it has waited.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 constexpr int kPauses = 64;
 constexpr std::chrono::milliseconds kWatch{50};
-
-// Then what the executor copies within a device, which the driver may do by a kernel, would stand behind all streams' waits.
-bool HasOneHardwareQueue() {
-  const char* queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-  return queues != nullptr && std::string_view(queues) == "1";
-}
 
 void Relax() {
 #if defined(__x86_64__)
@@ -70,10 +62,17 @@ Status StreamExchange::StartDevices() {
     device->cuda = cuda->get();
     device->exports = std::make_unique<cuda::ExportCache>(**cuda);
     device->imports = std::make_unique<cuda::ImportCache>(**cuda);
-    device->pushes = std::make_unique<PushExecutor>(
-        **cuda, PushExecutorOptions{
-                    .chunk_bytes = options_.chunk_bytes, .background_patience = options_.background_patience, .regions = &regions_});
-    Result<std::unique_ptr<StagingCopies>> staging_copies = StagingCopies::Create(**cuda);
+    device->side_streams = std::make_unique<cuda::SideStreams>(**cuda);
+    // Without one (no memory is left for it, for example), what copies by itself shares JAX's context, and a kernel's first launch can
+    // block it.
+    Result<std::unique_ptr<cuda::CudaDevice>> apart = cuda::CudaDevice::CreateContext(**cuda);
+    device->copier = apart.ok() ? apart->get() : cuda->get();
+    if (apart.ok()) resources_->contexts.push_back(*std::move(apart));
+    device->pushes =
+        std::make_unique<PushExecutor>(*device->copier, PushExecutorOptions{.chunk_bytes = options_.chunk_bytes,
+                                                                            .background_patience = options_.background_patience,
+                                                                            .regions = &regions_});
+    Result<std::unique_ptr<StagingCopies>> staging_copies = StagingCopies::Create(*device->copier);
     if (!staging_copies.ok()) return staging_copies.status();
     device->staging_copies = *std::move(staging_copies);
     Result<std::unique_ptr<PinnedPool>> tables = PinnedPool::Create(**cuda);
@@ -162,25 +161,20 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
 }
 
 Status StreamExchange::GetResources(Binding* binding) {
-  int64_t own_bytes = 0;
-  for (const StridedCopy& copy : binding->own_) own_bytes += copy.bytes();
-  const Sides sides = SidesOf(binding->plan_->call->operation.kind);
-  const bool by_executor = (binding->plan_->call->beside || own_bytes >= kLargeOwnBytes) && !HasOneHardwareQueue();
-  binding->own_by_executor_ = by_executor && sides.sends && sides.receives && !binding->own_.empty() && !binding->out_.empty();
-  const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size() + (binding->own_by_executor_ ? 1 : 0));
+  const auto slots = static_cast<uint32_t>(1 + binding->arrivals_ + binding->out_.size());
   const Result<uint32_t> slot = resources_->flags->AcquireSlots(slots);
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
   binding->has_slots_ = true;
-  return PrepareExecutor(*binding);
+  return PrepareStreams(*binding);
 }
 
-// For pushes that are the executor's in any case.
-Status StreamExchange::PrepareExecutor(const Binding& binding) {
+// The streams beside the program's: those of its own slices, and of pushes that are the executor's in any case.
+Status StreamExchange::PrepareStreams(const Binding& binding) {
   const Operation& operation = binding.plan_->call->operation;
   PushExecutor& pushes = *binding.device_->pushes;
   const bool background = operation.priority == Priority::kBackground;
-  if (binding.own_by_executor_) HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.device_->entry.global_id, background));
+  if (!binding.own_.empty()) HOCCL_RETURN_IF_ERROR(binding.device_->side_streams->Prepare());
   if (!binding.plan_->call->beside && !background && operation.kind != Kind::kRaggedAllToAll) return {};
   for (const Binding::Out& out : binding.out_) {
     if (!out.by_network) HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.plan_->communicator.devices[out.dst], background));

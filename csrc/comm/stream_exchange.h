@@ -148,7 +148,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote, Statistics* statistics);
   Status StartDevices();
   Status GetResources(Binding* binding);
-  static Status PrepareExecutor(const Binding& binding);
+  static Status PrepareStreams(const Binding& binding);
   void Run(Device* device);
 
   // All of these with mutex_ held.
@@ -165,7 +165,6 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void Await(Device* device, Execution* execution);
   bool Reach(Device* device, const StreamPost& post, Target* target);
   void Submit(const Waiting& waiting, const StreamPost& post);
-  void SubmitOwn(Device* device, Execution* execution);
   void Use(const Flight& flight, const PostKey& key);
   void CheckAgreement(const Execution& execution, const StreamPost& post);
   bool IsInStream(const Execution& execution, const Flight& flight) const;
@@ -209,7 +208,6 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
   bool Match(Device* device, Execution* execution);
   bool AwaitNews(Clock::time_point until, uint64_t* seen, Clock::time_point* now) const;
-  Status CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
   static Status CopyTable(const Execution& execution, const cuda::StreamView& stream);
   Status Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream);
 
@@ -285,8 +283,7 @@ class StreamExchange::Binding {
   std::vector<Out> out_;
   std::vector<In> in_;
   std::vector<StridedCopy> own_;  // what stays on the device
-  bool own_by_executor_ = false;
-  std::vector<int> sources_;  // processes of this host that send to this rank
+  std::vector<int> sources_;      // processes of this host that send to this rank
   uint32_t arrivals_ = 0;
   StreamPost post_;  // what all executions have in common
   std::weak_ptr<Resources> resources_;

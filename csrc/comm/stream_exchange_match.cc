@@ -107,27 +107,6 @@ void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
   waiting.device->wake.notify_one();
 }
 
-// What stays on the device, where the program's stream does not copy it.
-void StreamExchange::SubmitOwn(Device* device, Execution* execution) {
-  const Flight& flight = execution->flights.back();
-  FlagMemory& own = resources_->flags->memory();
-  const Ticket departure = execution->Departure(flight.out.departure);
-  const HostFlag ready = {own.address(execution->slot), execution->value};
-  device->pushes->Submit({.dst = execution->result,
-                          .src = execution->operand,
-                          .copies = execution->CopiesOf(flight),
-                          .receiver = device->entry.global_id,
-                          .background = execution->plan->call->operation.priority == Priority::kBackground,
-                          .sender_ready = ready,
-                          .receiver_ready = ready,
-                          .arrived = own.OnDevice(departure),
-                          .departed = own.OnDevice(departure),
-                          .arrived_seen = {own.address(departure.slot), departure.value},
-                          .departed_seen = {own.address(departure.slot), departure.value}});
-  statistics_->CountBytes(Engine::kLocalCopy, flight.bytes);
-  device->wake.notify_one();
-}
-
 bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* target) {
   if (post.process != options_.process) {
     target->memory = device->imports->Find(static_cast<uint64_t>(post.process), post.memory);
@@ -140,9 +119,11 @@ bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* targe
   target->flags = &resources_->flags->memory();
   const auto& [owner, allocation] = own_memory_.at(post.memory);
   if (owner == device || device->reachable.contains(post.memory)) return true;
-  if (Status granted = cuda::GrantAccess(*device->cuda, *owner->cuda, allocation); !granted.ok()) {
-    Fail(std::move(granted), true);
-    return true;  // the failure is what counts now
+  for (const cuda::CudaDevice* user : {device->cuda, device->copier}) {
+    if (Status granted = cuda::GrantAccess(*user, *owner->cuda, allocation); !granted.ok()) {
+      Fail(std::move(granted), true);
+      return true;  // the failure is what counts now
+    }
   }
   device->reachable.insert(post.memory);
   return true;

@@ -13,21 +13,25 @@
 
 #include "csrc/comm/pinned_pool.h"
 #include "csrc/comm/stream_exchange.h"
+#include "csrc/device/cuda/side_streams.h"
 
 namespace hoccl {
 
 // What the flags in streams need. Bindings give their slots back to it.
 struct StreamExchange::Resources {
   std::vector<std::unique_ptr<cuda::CudaDevice>> devices;
-  std::vector<std::unique_ptr<cuda::PinnedBuffer>> slots;  // of the remote path
-  std::unique_ptr<FlagPage> flags;                         // before the devices, to which they are registered
+  std::vector<std::unique_ptr<cuda::CudaDevice>> contexts;  // of these devices, apart from JAX's
+  std::vector<std::unique_ptr<cuda::PinnedBuffer>> slots;   // of the remote path
+  std::unique_ptr<FlagPage> flags;                          // before the devices, to which they are registered
 };
 
 struct StreamExchange::Device {
   DeviceEntry entry;
   const cuda::CudaDevice* cuda = nullptr;
+  const cuda::CudaDevice* copier = nullptr;  // the same by the context of all copies that are not in a program's stream
   std::unique_ptr<cuda::ExportCache> exports;
   std::unique_ptr<cuda::ImportCache> imports;
+  std::unique_ptr<cuda::SideStreams> side_streams;
   std::unique_ptr<PushExecutor> pushes;
   std::unique_ptr<StagingCopies> staging_copies;
   std::unique_ptr<DeviceStaging> staging;
@@ -36,7 +40,8 @@ struct StreamExchange::Device {
   std::vector<HostFlag> awaited;       // by which the stream says that it has got to an execution, for which the thread has work then
   std::set<uint64_t> reachable;        // of own_memory_, what belongs to other devices and this one may use
   std::deque<std::unique_ptr<Execution>> executions;
-  std::atomic<int> waiting = 0;  // flows whose receivers have not posted, or whose memory is not mapped
+  std::atomic<int> waiting = 0;    // flows whose receivers have not posted, or whose memory is not mapped
+  Clock::time_point dropped_gone;  // when memory that is no more was looked for
   std::condition_variable wake;
   std::thread thread;
 

@@ -8,6 +8,9 @@
 namespace hoccl {
 namespace {
 
+// How long traffic may keep a device's thread from looking for memory that is no more.
+constexpr std::chrono::seconds kLongestTraffic{1};
+
 // After a failure, late writers can set flags back below what later waits want: they are let go again and again for so long.
 constexpr std::chrono::seconds kReleasing{5};
 
@@ -326,7 +329,11 @@ std::string StreamExchange::Attendance(const Execution& execution) {
   return text;
 }
 
+// Asks the driver about memory in JAX's context, which another thread's call can block, so rather not while transfers wait for this one.
 void StreamExchange::DropGoneMemory(Device* device) {
+  const Clock::time_point now = Clock::now();
+  if ((device->waiting > 0 || device->pushes->HasWork()) && now - device->dropped_gone < kLongestTraffic) return;
+  device->dropped_gone = now;
   Result<std::vector<cuda::MemoryKey>> gone = device->exports->DropGone();
   if (!gone.ok()) return Fail(gone.status(), true);
   for (cuda::MemoryKey key : *gone) {

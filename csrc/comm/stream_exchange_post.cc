@@ -1,5 +1,6 @@
 // A call from its handler's point of view: what it posts and what it enqueues.
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "csrc/comm/stream_exchange.h"
@@ -67,7 +68,6 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     execution->table_on_device = buffers.table;
     execution->table_item_bytes = buffers.table_item_bytes;
     if (!binding->sources_.empty()) Deliver(binding, *execution, landing.location);
-    if (binding->own_by_executor_) SubmitOwn(device, execution);
   }
   if (table) {
     device->AddAwaited({resources_->flags->memory().address(ticket->slot), ticket->value});
@@ -161,13 +161,17 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   thread_local std::vector<FlagOperation> operations;
   operations.clear();
   if (execution->plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(*execution, stream));
-  operations.push_back({kWrite, own.OnDevice(execution->Ready())});
-  if (!binding.own_.empty() && !binding.own_by_executor_) {
-    // Beside the receivers' getting ready. Earlier, while their posts are looked for, it would gain nothing (measured on two H200s).
-    HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
-    operations.clear();
-    HOCCL_RETURN_IF_ERROR(CopyOwn(binding, *execution, stream));
+  // Own slices before all waits: copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware
+  // queue.
+  cuda::SideStream* side = binding.own_.empty() ? nullptr : &execution->device->side_streams->Beside(stream.handle());
+  std::unique_lock<std::mutex> forked;
+  if (side != nullptr) {
+    forked = std::unique_lock(side->mutex);
+    HOCCL_RETURN_IF_ERROR(side->Fork(stream));
+    HOCCL_RETURN_IF_ERROR(side->CopyAll(execution->result, execution->operand, binding.own_));
+    for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
   }
+  operations.push_back({kWrite, own.OnDevice(execution->Ready())});
   for (const Flight& flight : execution->flights) {
     if (flight.way == Flight::Way::kInStream) operations.push_back({kWait, flight.target.flags->OnDevice(flight.ready)});
   }
@@ -190,14 +194,8 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
     if (flight.way == Flight::Way::kProxy || flight.way == Flight::Way::kNetwork)
       operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
   }
-  return stream.RunFlags(operations);
-}
-
-// Copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware queue. So these are enqueued
-// in the program's stream, before any wait that depends on them.
-Status StreamExchange::CopyOwn(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
-  for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
-  return stream.CopyAll(execution.result, execution.operand, binding.own_);
+  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
+  return side != nullptr ? side->Join(stream) : Status();
 }
 
 Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {
@@ -254,16 +252,6 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
       execution->copies.push_back(binding->plan_->call->flows[flow].copy);
       flight.bytes += execution->copies.back().bytes();
     }
-  }
-  if (binding->own_by_executor_) {
-    Flight& flight = execution->flights.emplace_back(Flight{.out = {.dst = binding->rank_,
-                                                                    .count = static_cast<int>(binding->own_.size()),
-                                                                    .departure = static_cast<uint32_t>(binding->out_.size())},
-                                                            .first = execution->copies.size(),
-                                                            .way = Flight::Way::kProxy,
-                                                            .target = {},
-                                                            .ready = {}});
-    for (const StridedCopy& copy : binding->own_) flight.bytes += execution->copies.emplace_back(copy).bytes();
   }
   execution->inflows.clear();
   execution->in_copies.clear();

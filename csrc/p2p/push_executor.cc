@@ -6,9 +6,14 @@
 namespace hoccl {
 namespace {
 
-// Background chunks that the copy engines have at a time: one that runs and one behind it, so that they never idle and a foreground push
-// waits for little more than one chunk.
+// Background chunks that the copy engines have at a time: one that runs and one behind it, so that they never idle. Of a stream of lower
+// priority, such as a program's, they then run nothing at all, its flags included; so there is one at a time while foreground pushes are to
+// come.
 constexpr size_t kChunksInFlight = 2;
+constexpr size_t kChunksBeforeForeground = 1;
+// Foreground pushes that follow each other so closely are one piece of traffic, though between two of them, while flags go back and forth,
+// none is on its way.
+constexpr std::chrono::microseconds kBetweenPushes{50};
 constexpr size_t kNotedAtOnce = 64;
 
 bool IsEmpty(const Push& push) {
@@ -39,7 +44,7 @@ void PushExecutor::Note(const StreamPush& push) {
 }
 
 void PushExecutor::ForgetArrived() {
-  std::erase_if(noted_, [](const StreamPush& push) { return push.arrived.Reached(); });
+  if (std::erase_if(noted_, [](const StreamPush& push) { return push.arrived.Reached(); }) > 0) last_arrived_ = Clock::now();
 }
 
 BackgroundCounts PushExecutor::background_counts() {
@@ -119,7 +124,11 @@ Status PushExecutor::Step(bool* progress) {
     }
     taken_.clear();
   }
-  busy_.fetch_sub(std::erase_if(foreground_, [](const HostFlag& flag) { return flag.Reached(); }), std::memory_order_relaxed);
+  if (const size_t gone = std::erase_if(foreground_, [](const HostFlag& flag) { return flag.Reached(); }); gone > 0) {
+    busy_.fetch_sub(gone, std::memory_order_relaxed);
+    std::lock_guard lock(mutex_);
+    last_arrived_ = Clock::now();
+  }
   return StepBackground(progress);
 }
 
@@ -145,13 +154,23 @@ Status PushExecutor::StartPiece(Piecewise* piecewise, const cuda::CopyStream& st
   return stream.Copy(push.dst, push.src, chunk);
 }
 
+bool PushExecutor::IsForegroundToCome() const {
+  return !noted_.empty() || std::any_of(waiting_.begin(), waiting_.end(), [](const Push& push) { return !push.background; });
+}
+
+bool PushExecutor::IsForegroundActive() const {
+  if (!foreground_.empty()) return true;
+  if (options_.regions != nullptr && options_.regions->load(std::memory_order_relaxed) > 0) return true;
+  if (IsForegroundToCome() && Clock::now() - last_arrived_ < kBetweenPushes) return true;
+  return std::any_of(noted_.begin(), noted_.end(),
+                     [](const StreamPush& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); });
+}
+
 bool PushExecutor::AdmitBackground() {
   std::lock_guard lock(mutex_);
   ForgetArrived();
-  const bool in_stream = std::any_of(noted_.begin(), noted_.end(),
-                                     [](const StreamPush& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); });
-  const bool region = options_.regions != nullptr && options_.regions->load(std::memory_order_relaxed) > 0;
-  if (!gate_.Admit(!foreground_.empty() || in_stream || region)) return false;
+  if (in_flight_.size() >= (IsForegroundToCome() ? kChunksBeforeForeground : kChunksInFlight)) return false;
+  if (!gate_.Admit(IsForegroundActive())) return false;
   ++gate_.counts.chunks;
   return true;
 }
@@ -164,7 +183,7 @@ Status PushExecutor::StepBackground(bool* progress) {
     spare_.push_back(std::move(in_flight_.front()));
     in_flight_.erase(in_flight_.begin());
   }
-  while (!background_.empty() && in_flight_.size() < kChunksInFlight && AdmitBackground()) {
+  while (!background_.empty() && AdmitBackground()) {
     Piecewise piecewise = std::move(background_.front());
     background_.pop_front();
     const Push& push = piecewise.push;

@@ -88,6 +88,8 @@ class PushExecutor {
   void Abandon();
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   // A background push on its way: the chunks of its first copy, then of the second, ...
   struct Piecewise {
     Push push;
@@ -98,7 +100,10 @@ class PushExecutor {
 
   Result<cuda::CopyStream*> StreamTo(int64_t receiver, bool background);
   Status Start(const Push& push);
-  void ForgetArrived();  // with mutex_ held
+  // With mutex_ held:
+  void ForgetArrived();
+  bool IsForegroundToCome() const;
+  bool IsForegroundActive() const;
   bool AdmitBackground();
   Status StepBackground(bool* progress);
   Status StartPiece(Piecewise* piecewise, const cuda::CopyStream& stream);
@@ -113,6 +118,7 @@ class PushExecutor {
   std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival
   BackgroundGate gate_;
   std::vector<StreamPush> noted_;            // while background pushes are left
+  Clock::time_point last_arrived_;           // of these, and of the executor's own foreground pushes
   std::atomic<int64_t> background_left_{0};  // pushes that have not been given to the copy engines whole
 
   // Of the stepping thread alone, but for their sizes.

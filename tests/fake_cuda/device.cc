@@ -19,6 +19,8 @@ int Environment(const char* variable, int otherwise) {
   return text != nullptr ? std::atoi(text) : otherwise;
 }
 
+int Connections() { return std::clamp(Environment("CUDA_DEVICE_MAX_CONNECTIONS", 8), 1, 32); }
+
 struct Machine {
   std::mutex mutex;
   std::atomic<bool> initialised = false;
@@ -26,7 +28,7 @@ struct Machine {
   int driver_version = Environment("FAKE_CUDA_DRIVER_VERSION", 13000);
   std::map<std::pair<int, CUdevice_attribute>, int> attributes;  // set by a test
   std::set<std::pair<int, int>> no_peer_access;
-  std::vector<std::unique_ptr<Context>> contexts;
+  std::vector<std::unique_ptr<Context>> contexts;  // first the primary ones
 
   Machine() {
     for (int device = 0; device < kMaxDevices; ++device) contexts.push_back(std::make_unique<Context>(device));
@@ -95,9 +97,13 @@ bool CanAccessPeer(int device, int peer) {
   return device != peer && Global().no_peer_access.count({device, peer}) == 0;
 }
 
-Context& PrimaryContext(int device) { return *Global().contexts[device]; }
+Context& PrimaryContext(int device) {
+  std::lock_guard<std::mutex> lock(Global().mutex);
+  return *Global().contexts[device];
+}
 
 Context* FindContext(CUcontext handle) {
+  std::lock_guard<std::mutex> lock(Global().mutex);
   for (const std::unique_ptr<Context>& context : Global().contexts) {
     if (reinterpret_cast<CUcontext>(context.get()) == handle) return context.get();
   }
@@ -113,7 +119,21 @@ CUresult CurrentContext(Context** context) {
   return (*context)->error;
 }
 
+CUresult CtxCreate3020(CUcontext* context, unsigned int flags, CUdevice device) {
+  FAKE_CUDA_ENTER(cuCtxCreate);
+  if (const CUresult result = CheckDevice(device); result != CUDA_SUCCESS) return result;
+  if (flags != CU_CTX_SCHED_AUTO) return CUDA_ERROR_INVALID_VALUE;
+  auto created = std::make_unique<Context>(device);
+  StartQueues(created.get(), Connections());
+  *context = reinterpret_cast<CUcontext>(created.get());
+  ContextStack().push_back(*context);
+  std::lock_guard<std::mutex> lock(Global().mutex);
+  Global().contexts.push_back(std::move(created));
+  return CUDA_SUCCESS;
+}
+
 int LiveContexts() {
+  std::lock_guard<std::mutex> lock(Global().mutex);
   return static_cast<int>(std::count_if(Global().contexts.begin(), Global().contexts.end(), [](const auto& c) { return c->alive.load(); }));
 }
 
@@ -204,7 +224,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   if (const CUresult result = CheckDevice(device); result != CUDA_SUCCESS) return result;
   Context& primary = PrimaryContext(device);
   std::lock_guard<std::mutex> lock(primary.mutex);
-  if (primary.retained++ == 0) StartQueues(&primary, std::clamp(Environment("CUDA_DEVICE_MAX_CONNECTIONS", 8), 1, 32));
+  if (primary.retained++ == 0) StartQueues(&primary, Connections());
   *context = reinterpret_cast<CUcontext>(&primary);
   return CUDA_SUCCESS;
 }
@@ -216,6 +236,15 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
   std::lock_guard<std::mutex> lock(primary.mutex);
   if (primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
   if (--primary.retained == 0) StopQueues(&primary);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxDestroy(CUcontext context) {
+  FAKE_CUDA_ENTER(cuCtxDestroy);
+  Context* found = FindContext(context);
+  if (found == nullptr || found == &PrimaryContext(found->device) || !found->alive) return CUDA_ERROR_INVALID_CONTEXT;
+  std::lock_guard<std::mutex> lock(found->mutex);
+  StopQueues(found);
   return CUDA_SUCCESS;
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <shared_mutex>
 #include <vector>
 
 namespace fake_cuda {
@@ -16,14 +17,16 @@ namespace fake_cuda {
 class Stream;
 class HardwareQueue;
 
-// The primary context of a device; a CUcontext is its address. Contexts are never destroyed, only switched off, so that a stale handle
-// gives an error and not a crash.
+// A context of a device, the primary one or another; a CUcontext is its address. Contexts are never destroyed, only switched off, so that a
+// stale handle gives an error and not a crash.
 struct Context {
   explicit Context(int device) : device(device) {}
 
   const int device;
   std::atomic<bool> alive = false;
   std::atomic<CUresult> error = CUDA_SUCCESS;  // of an operation that failed on the device; every later call returns it
+
+  std::shared_mutex launches;  // held alone by a call that waits for the context's streams: others wait for it
 
   std::mutex mutex;  // guards what follows
   int retained = 0;
@@ -47,6 +50,9 @@ Context& PrimaryContext(int device);
 Context* FindContext(CUcontext handle);
 // The calling thread's current context in `context`, or the error that a call without a usable one returns.
 CUresult CurrentContext(Context** context);
+
+// cuCtxCreate with the parameters of CUDA 3.2; later ones have more.
+CUresult CtxCreate3020(CUcontext* context, unsigned int flags, CUdevice device);
 
 int LiveContexts();
 void ResetDevices();

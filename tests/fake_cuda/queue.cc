@@ -1,6 +1,7 @@
 #include "tests/fake_cuda/queue.h"
 
 #include <chrono>
+#include <shared_mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -80,6 +81,7 @@ void HardwareQueue::Execute(const Operation& operation) {
 }
 
 void Stream::Enqueue(Engine engine, std::function<CUresult()> ready, std::function<CUresult()> run) {
+  std::shared_lock<std::shared_mutex> launches(context_->launches);
   std::lock_guard<std::mutex> lock(enqueue_mutex_);
   if (engine != Engine::kSameAsBefore) copied_last_ = engine == Engine::kCopy;
   if (copied_last_ && copies_ == nullptr) copies_ = HardwareQueue::Start(context_);

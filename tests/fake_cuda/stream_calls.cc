@@ -264,6 +264,25 @@ CUresult fakeCudaLaunch(CUstream handle, int microseconds) {
   return CUDA_SUCCESS;
 }
 
+CUresult fakeCudaLaunchFirst(CUstream handle) {
+  std::shared_ptr<Stream> launching;
+  if (const CUresult result = FindStream(handle, &launching); result != CUDA_SUCCESS) return result;
+  Context* const context = launching->context();
+  {
+    std::unique_lock<std::shared_mutex> launches(context->launches);
+    (void)Pass("first launch");
+    std::vector<std::shared_ptr<Stream>> streams;
+    {
+      std::lock_guard<std::mutex> lock(Global().mutex);
+      for (const auto& [name, stream] : Global().streams) {
+        if (stream->context() == context) streams.push_back(stream);
+      }
+    }
+    for (const std::shared_ptr<Stream>& stream : streams) stream->AwaitAll();
+  }
+  return fakeCudaLaunch(handle, 0);
+}
+
 int fakeCudaStreamPriority(CUstream handle) {
   std::lock_guard<std::mutex> lock(Global().mutex);
   return Global().streams.at(handle)->priority();

@@ -102,6 +102,8 @@ const Call kCalls[] = {
     FAKE_CUDA_CALL(cuDeviceGetP2PAttribute, 8000),
     FAKE_CUDA_CALL(cuDevicePrimaryCtxRetain, 7000),
     FAKE_CUDA_CALL(cuDevicePrimaryCtxRelease, 11000),
+    {"cuCtxCreate", 3020, reinterpret_cast<void*>(&CtxCreate3020)},
+    FAKE_CUDA_CALL(cuCtxDestroy, 4000),
     FAKE_CUDA_CALL(cuCtxGetCurrent, 4000),
     FAKE_CUDA_CALL(cuCtxPushCurrent, 4000),
     FAKE_CUDA_CALL(cuCtxPopCurrent, 4000),

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/unit/cuda_exchange_test_support.h"
@@ -103,6 +104,34 @@ TEST_F(FakeCudaExchangeTest, SlowImportsOnlyDelayTheFirstCall) {
   CudaJob job(driver(), 2, 1);
   const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
   for (int64_t run = 1; run < 4; ++run) RunAndCheck(job, call, run, {0, 1});
+}
+
+// As NCCL's does when a process first uses it: the launch waits for all that its context does, and other calls in that context for it.
+TEST_F(FakeCudaExchangeTest, AKernelsFirstLaunchHoldsUpNoTransfer) {
+  for (const bool beside : {false, true}) {
+    CudaJob job(driver(), 1, 2, {.timeout = std::chrono::seconds(60), .in_stream_bytes = 0});
+    const auto call = MakeCall(AllGather(1000), {{0, 1}}, 1, 0, beside);
+    RunAndCheck(job, call, 1, {0, 1});
+    ASSERT_OK(job.Post(call, 0, 2));
+    const long before = Fake().fakeCudaCalls("first launch");
+    std::thread launch([&] {
+      const cuda::ScopedContext scope(job.cuda(0));
+      EXPECT_EQ(Fake().fakeCudaLaunchFirst(job.stream(0).handle()), CUDA_SUCCESS);
+    });
+    EXPECT_TRUE(cuda::Eventually([&] { return Fake().fakeCudaCalls("first launch") > before; }));
+    ASSERT_OK(job.Post(call, 1, 2));
+    launch.join();
+    for (int rank : {0, 1}) ASSERT_OK(job.stream(rank).Synchronize());
+    EXPECT_EQ(job.Statistic("failures"), 0);
+    RunAndCheck(job, call, 3, {0, 1});
+  }
+}
+
+// No memory is left for one, for example.
+TEST_F(FakeCudaExchangeTest, WithoutAContextOfItsOwnItSharesThePrograms) {
+  Fake().fakeCudaFail("cuCtxCreate", CUDA_ERROR_OUT_OF_MEMORY, 0, -1);
+  CudaJob job(driver(), 1, 2, {.in_stream_bytes = 0});
+  RunAndCheck(job, MakeCall(AllGather(1000), {{0, 1}}, 1), 1, {0, 1});
 }
 
 }  // namespace

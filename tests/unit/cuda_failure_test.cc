@@ -108,13 +108,25 @@ Status UseEverything() {
   }
   HOCCL_RETURN_IF_ERROR(UseMemory(**device, **peer));
   HOCCL_RETURN_IF_ERROR(UseLegacyMemory(**device, **peer));
-  return UseStreams(**device);
+  HOCCL_RETURN_IF_ERROR(UseStreams(**device));
+  const auto apart = CudaDevice::CreateContext(**device);
+  RETURN_IF_NOT_OK(apart);
+  return UseStreams(**apart);
 }
 
 // Calls that only give something back. They are made where there is nobody to tell, and nothing to do about a failure.
-const std::set<std::string> kReleases = {
-    "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent",  "cuStreamDestroy", "cuEventDestroy", "cuMemFree",          "cuMemFreeHost",
-    "cuMemHostUnregister",       "cuMemAddressFree", "cuMemRelease",    "cuMemUnmap",     "cuIpcCloseMemHandle"};
+const std::set<std::string> kReleases = {"cuDevicePrimaryCtxRelease",
+                                         "cuCtxDestroy",
+                                         "cuCtxPopCurrent",
+                                         "cuStreamDestroy",
+                                         "cuEventDestroy",
+                                         "cuMemFree",
+                                         "cuMemFreeHost",
+                                         "cuMemHostUnregister",
+                                         "cuMemAddressFree",
+                                         "cuMemRelease",
+                                         "cuMemUnmap",
+                                         "cuIpcCloseMemHandle"};
 // Calls that are made for releases too; only their first failure is sure to be seen.
 const std::set<std::string> kAlsoForReleases = {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuStreamSynchronize"};
 // Calls that say what an error means, and one that takes a second process (cuda_process_test).

@@ -1,9 +1,13 @@
 // Copies, flags and events in streams.
+#include <array>
+#include <cstdint>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "csrc/device/cuda/memory.h"
+#include "csrc/device/cuda/side_streams.h"
 #include "csrc/device/cuda/stream.h"
 #include "csrc/stream/flags.h"
 #include "tests/unit/cuda_test_support.h"
@@ -251,6 +255,41 @@ TEST_F(CudaStreamTest, EventsOrderStreams) {
   EXPECT_TRUE(Eventually([&] { return flags.Reached(after); }));
   EXPECT_TRUE(Must(event->Done()));
   ASSERT_OK(second->Synchronize());
+}
+
+TEST_F(CudaStreamTest, ASideStreamForksAndJoins) {
+  const auto device = Attach(0);
+  const auto memory = Must(DeviceMemory::Allocate(*device, kBytes));
+  const Bytes data = Pattern(64, 1);
+  Store(*device, memory->address(), data);
+  Flags flags(*device);
+  const Ticket go = flags.Next();
+  const Ticket joined = flags.Next();
+  const ProgramStream program(*device);
+  SideStreams sides(*device);
+  ASSERT_OK(sides.Prepare());
+  SideStream& side = sides.Beside(program.stream());
+  EXPECT_EQ(&side, &sides.Beside(program.stream()));
+  const std::array<StridedCopy, 1> copy = {StridedCopy{.dst_offset = 64, .row_bytes = 64}};
+  ASSERT_OK(program.view().WaitFlag(flags.OnDevice(go)));
+  ASSERT_OK(side.Fork(program.view()));
+  ASSERT_OK(side.CopyAll(memory->address(), memory->address(), copy));
+  ASSERT_OK(side.Join(program.view()));
+  ASSERT_OK(program.view().WriteFlag(flags.OnDevice(joined)));
+  EXPECT_FALSE(flags.Reached(joined));
+  flags.Set(go);
+  EXPECT_TRUE(Eventually([&] { return flags.Reached(joined); }));
+  EXPECT_EQ(Load(*device, memory->address() + 64, 64), data);
+}
+
+TEST_F(CudaStreamTest, ProgramsShareSideStreamsWhenThereAreMore) {
+  const auto device = Attach(0);
+  SideStreams sides(*device);
+  ASSERT_OK(sides.Prepare());
+  std::set<SideStream*> found;
+  for (uintptr_t program = 1; program <= 20; ++program) found.insert(&sides.Beside(reinterpret_cast<CUstream>(program)));
+  EXPECT_GT(found.size(), 1);
+  EXPECT_LT(found.size(), 20);
 }
 
 TEST_F(FakeCudaStreamTest, CopiesHaveAPriorityBetweenThoseOfPrograms) {

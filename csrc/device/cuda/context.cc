@@ -28,9 +28,23 @@ Result<std::unique_ptr<CudaDevice>> CudaDevice::Attach(const Driver& driver, int
   return device;
 }
 
+Result<std::unique_ptr<CudaDevice>> CudaDevice::CreateContext(const CudaDevice& device) {
+  const Driver& driver = device.driver();
+  std::unique_ptr<CudaDevice> created(new CudaDevice(driver, device.ordinal()));
+  created->handle_ = device.handle_;
+  created->properties_ = device.properties_;
+  created->capabilities_ = device.capabilities_;
+  created->primary_ = false;
+  CUcontext current = nullptr;
+  HOCCL_RETURN_IF_ERROR(driver.CtxCreate(&created->context_, CU_CTX_SCHED_AUTO, device.handle_));
+  HOCCL_RETURN_IF_ERROR(driver.CtxPopCurrent(&current));  // the driver made it the thread's
+  return created;
+}
+
 CudaDevice::~CudaDevice() {
+  if (context_ == nullptr) return;
   // Fails when the driver has shut down before static destructors ran, and then there is nothing to release.
-  if (context_ != nullptr) (void)driver_.DevicePrimaryCtxRelease(handle_);
+  (void)(primary_ ? driver_.DevicePrimaryCtxRelease(handle_) : driver_.CtxDestroy(context_));
 }
 
 Status CudaDevice::ReadProperties() {

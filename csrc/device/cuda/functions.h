@@ -38,6 +38,8 @@ inline constexpr unsigned int kPreferOverlapWithCompute = 1;
   /* Contexts */                                                                                                                          \
   HOCCL_CUDA_FUNCTION(DevicePrimaryCtxRetain, 7000, kRequired, (CUcontext * context, CUdevice device))                                    \
   HOCCL_CUDA_FUNCTION(DevicePrimaryCtxRelease, 11000, kRequired, (CUdevice device))                                                       \
+  HOCCL_CUDA_FUNCTION(CtxCreate, 3020, kRequired, (CUcontext * context, unsigned int flags, CUdevice device))                             \
+  HOCCL_CUDA_FUNCTION(CtxDestroy, 4000, kRequired, (CUcontext context))                                                                   \
   HOCCL_CUDA_FUNCTION(CtxGetCurrent, 4000, kRequired, (CUcontext * context))                                                              \
   HOCCL_CUDA_FUNCTION(CtxPushCurrent, 4000, kRequired, (CUcontext context))                                                               \
   HOCCL_CUDA_FUNCTION(CtxPopCurrent, 4000, kRequired, (CUcontext * context))                                                              \

@@ -262,7 +262,8 @@ Result<std::unique_ptr<CopyStream>> CopyStream::Create(const CudaDevice& device,
   int least = 0;
   int greatest = 0;
   HOCCL_RETURN_IF_ERROR(device.driver().CtxGetStreamPriorityRange(&least, &greatest));
-  const int priority = use == Use::kCopies && least - greatest > 1 ? greatest + 1 : greatest;
+  int priority = use == Use::kCopies && least - greatest > 1 ? greatest + 1 : greatest;
+  if (use == Use::kBeside) priority = least;
   CUstream stream = nullptr;
   HOCCL_RETURN_IF_ERROR(device.driver().StreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, priority));
   return std::unique_ptr<CopyStream>(new CopyStream(device, stream));

@@ -114,7 +114,8 @@ class CopyStream : private StreamView {
  public:
   // Streams of one priority share hardware queues, in which one stream's wait holds up another one's copies. Programs' streams have the
   // lowest priority, or the highest where XLA runs something beside the program; so copies that must not be held up have one in between.
-  enum class Use : uint8_t { kCopies, kProgram };
+  // kProgram: the highest. kBeside: the lowest, for what belongs to a program's stream.
+  enum class Use : uint8_t { kCopies, kProgram, kBeside };
   static Result<std::unique_ptr<CopyStream>> Create(const CudaDevice& device, Use use = Use::kCopies);
   // Does not wait: the driver finishes what was enqueued.
   ~CopyStream();
