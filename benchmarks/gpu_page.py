@@ -14,8 +14,8 @@ OPERATIONS = ("ppermute", "send", "all_to_all", "all_gather", "broadcast", "ragg
 
 NOTES = """\
 - Chains of dependent operations in one jitted program, ten executions in a row to 1 MiB, four from 8 MiB on, so that dispatch and what the
-  ranks begin apart are paid once; medians, hoccl_jax and jax.lax in turns in the same processes. Bytes are those that each rank brings; GB/s
-  counts what leaves the busiest GPU. "over": how many times as long the other one takes.
+  ranks begin apart are paid once; medians, hoccl_jax and jax.lax in turns in the same processes. Bytes are those that each rank brings;
+  GB/s counts what leaves the busiest GPU. "over": how many times as long the other one takes.
 - `send` is a ppermute with the one pair (0, 1), `broadcast` a pbroadcast from rank 0, of jax.lax too (XLA's collective-broadcast, and not a
   psum of masked operands).
 - NCCL direct: no JAX, 100 (10 from 256 MiB on) operations in a row on a stream of each GPU, as NCCL is by default. Zero-CTA: with its

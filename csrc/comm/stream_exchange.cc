@@ -62,7 +62,9 @@ Status StreamExchange::StartDevices() {
     device->cuda = cuda->get();
     device->exports = std::make_unique<cuda::ExportCache>(**cuda);
     device->imports = std::make_unique<cuda::ImportCache>(**cuda);
-    device->side_streams = std::make_unique<cuda::SideStreams>(**cuda);
+    Result<std::unique_ptr<cuda::SideStreams>> side_streams = cuda::SideStreams::Create(**cuda);
+    if (!side_streams.ok()) return side_streams.status();
+    device->side_streams = *std::move(side_streams);
     // Without one (no memory is left for it, for example), what copies by itself shares JAX's context, and a kernel's first launch can
     // block it.
     Result<std::unique_ptr<cuda::CudaDevice>> apart = cuda::CudaDevice::CreateContext(**cuda);
@@ -166,15 +168,14 @@ Status StreamExchange::GetResources(Binding* binding) {
   if (!slot.ok()) return slot.status();
   binding->slot_ = *slot;
   binding->has_slots_ = true;
-  return PrepareStreams(*binding);
+  return PrepareExecutor(*binding);
 }
 
-// The streams beside the program's: those of its own slices, and of pushes that are the executor's in any case.
-Status StreamExchange::PrepareStreams(const Binding& binding) {
+// For pushes that are the executor's in any case.
+Status StreamExchange::PrepareExecutor(const Binding& binding) {
   const Operation& operation = binding.plan_->call->operation;
   PushExecutor& pushes = *binding.device_->pushes;
   const bool background = operation.priority == Priority::kBackground;
-  if (!binding.own_.empty()) HOCCL_RETURN_IF_ERROR(binding.device_->side_streams->Prepare());
   if (!binding.plan_->call->beside && !background && operation.kind != Kind::kRaggedAllToAll) return {};
   for (const Binding::Out& out : binding.out_) {
     if (!out.by_network) HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.plan_->communicator.devices[out.dst], background));

@@ -148,7 +148,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   explicit StreamExchange(const StreamExchangeOptions& options, Proxy* proxy, RemotePath* remote, Statistics* statistics);
   Status StartDevices();
   Status GetResources(Binding* binding);
-  static Status PrepareStreams(const Binding& binding);
+  static Status PrepareExecutor(const Binding& binding);
   void Run(Device* device);
 
   // All of these with mutex_ held.

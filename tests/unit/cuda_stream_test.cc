@@ -266,10 +266,9 @@ TEST_F(CudaStreamTest, ASideStreamForksAndJoins) {
   const Ticket go = flags.Next();
   const Ticket joined = flags.Next();
   const ProgramStream program(*device);
-  SideStreams sides(*device);
-  ASSERT_OK(sides.Prepare());
-  SideStream& side = sides.Beside(program.stream());
-  EXPECT_EQ(&side, &sides.Beside(program.stream()));
+  const auto sides = Must(SideStreams::Create(*device));
+  SideStream& side = sides->Beside(program.stream());
+  EXPECT_EQ(&side, &sides->Beside(program.stream()));
   const std::array<StridedCopy, 1> copy = {StridedCopy{.dst_offset = 64, .row_bytes = 64}};
   ASSERT_OK(program.view().WaitFlag(flags.OnDevice(go)));
   ASSERT_OK(side.Fork(program.view()));
@@ -284,10 +283,9 @@ TEST_F(CudaStreamTest, ASideStreamForksAndJoins) {
 
 TEST_F(CudaStreamTest, ProgramsShareSideStreamsWhenThereAreMore) {
   const auto device = Attach(0);
-  SideStreams sides(*device);
-  ASSERT_OK(sides.Prepare());
+  const auto sides = Must(SideStreams::Create(*device));
   std::set<SideStream*> found;
-  for (uintptr_t program = 1; program <= 20; ++program) found.insert(&sides.Beside(reinterpret_cast<CUstream>(program)));
+  for (uintptr_t program = 1; program <= 20; ++program) found.insert(&sides->Beside(reinterpret_cast<CUstream>(program)));
   EXPECT_GT(found.size(), 1);
   EXPECT_LT(found.size(), 20);
 }

@@ -7,7 +7,7 @@ namespace hoccl::cuda {
 namespace {
 
 // XLA runs a device's programs in one stream and what is beside them in few others.
-constexpr size_t kStreams = 8;
+constexpr size_t kStreams = 4;
 
 }  // namespace
 
@@ -34,14 +34,14 @@ Status SideStream::Join(const StreamView& program) const {
   return program.WaitEvent(*joined_);
 }
 
-Status SideStreams::Prepare() {
-  std::lock_guard lock(mutex_);
-  while (sides_.size() < kStreams) {
-    Result<std::unique_ptr<SideStream>> side = SideStream::Create(device_);
+Result<std::unique_ptr<SideStreams>> SideStreams::Create(const CudaDevice& device) {
+  std::unique_ptr<SideStreams> streams(new SideStreams());
+  for (size_t i = 0; i < kStreams; ++i) {
+    Result<std::unique_ptr<SideStream>> side = SideStream::Create(device);
     if (!side.ok()) return side.status();
-    sides_.push_back(*std::move(side));
+    streams->sides_.push_back(*std::move(side));
   }
-  return {};
+  return streams;
 }
 
 SideStream& SideStreams::Beside(CUstream program) {

@@ -43,16 +43,16 @@ class SideStream {
 // Of one device. Thread-safe.
 class SideStreams {
  public:
-  explicit SideStreams(const CudaDevice& device) : device_(device) {}
+  // Makes them all: later, while streams wait for flags, the driver may block that.
+  static Result<std::unique_ptr<SideStreams>> Create(const CudaDevice& device);
 
-  // Makes them, once: later, while streams wait for flags, the driver may block that.
-  Status Prepare();
   // The one beside a program's stream, the same every time. Programs that run at the same time should have different ones; where there are
-  // too few, they share them. Only after Prepare().
+  // too few, they share them.
   SideStream& Beside(CUstream program);
 
  private:
-  const CudaDevice& device_;
+  SideStreams() = default;
+
   std::mutex mutex_;
   std::vector<std::unique_ptr<SideStream>> sides_;
   std::vector<CUstream> programs_;  // the i-th has side i, modulo their number
