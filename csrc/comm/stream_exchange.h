@@ -205,7 +205,8 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   Result<Landing> FindLanding(const Binding& binding, CUdeviceptr result);
   Status Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result);
   Result<StagingBuffer> TakeStaging(Device* device, int64_t bytes);
-  Status Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
+  Status SetInitial(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
+  static bool GetsZeros(const Binding& binding);
   bool Match(Device* device, Execution* execution);
   bool AwaitNews(Clock::time_point until, uint64_t* seen, Clock::time_point* now) const;
   static Status CopyTable(const Execution& execution, const cuda::StreamView& stream);

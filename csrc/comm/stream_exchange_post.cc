@@ -28,7 +28,8 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
   if (kind == Kind::kSend) return PostSend(binding, run, stream, buffers, refused);
   if (kind == Kind::kRecv && !binding->own_.empty()) return ReceiveFromItself(binding, run, stream, buffers);
   if (binding->arrivals_ == 0 && binding->out_.empty() && kind != Kind::kRaggedAllToAll) {
-    HOCCL_RETURN_IF_ERROR(Start(*binding, stream, buffers));
+    HOCCL_RETURN_IF_ERROR(SetInitial(*binding, stream, buffers));
+    if (GetsZeros(*binding)) return stream.Zero(buffers.result, static_cast<size_t>(plan.call->operation.ResultBytes()));
     for (const StridedCopy& copy : binding->own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
     return stream.CopyAll(buffers.result, buffers.operand, binding->own_);
   }
@@ -79,7 +80,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     if (!MatchAll(device, execution)) Await(device, execution);
   }
   if (failed_) return failure();
-  HOCCL_RETURN_IF_ERROR(Start(*binding, stream, {.result = landing.address, .initial = buffers.initial}));
+  HOCCL_RETURN_IF_ERROR(SetInitial(*binding, stream, {.result = landing.address, .initial = buffers.initial}));
   HOCCL_RETURN_IF_ERROR(Enqueue(*binding, execution, stream));
   return landing.staging ? Land(*execution, stream, buffers.result) : Status();
 }
@@ -114,18 +115,19 @@ Status StreamExchange::Land(const Execution& execution, const cuda::StreamView& 
   return stream.WriteFlag(resources_->flags->memory().OnDevice(execution.landed));
 }
 
-// What comes first in the stream: the result becomes what it is but for what arrives.
-Status StreamExchange::Start(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers) {
+// What comes first in the stream where rows are replaced: the result becomes what it is but for what arrives.
+Status StreamExchange::SetInitial(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers) {
   const Operation& operation = binding.plan_->call->operation;
+  if (!ReplacesRows(operation.kind) || buffers.initial == buffers.result) return {};
   const int64_t bytes = operation.ResultBytes();
-  if (ReplacesRows(operation.kind)) {
-    if (buffers.initial == buffers.result) return {};
-    statistics_->CountBytes(Engine::kLocalCopy, bytes);
-    return stream.Copy(buffers.result, buffers.initial, {.row_bytes = bytes});
-  }
-  // Ranks that nobody sends to get zeros, as from jax.lax.ppermute.
-  if (!SidesOf(operation.kind).receives || !binding.plan_->ranks[binding.rank_].in.empty()) return {};
-  return stream.Zero(buffers.result, static_cast<size_t>(bytes));
+  statistics_->CountBytes(Engine::kLocalCopy, bytes);
+  return stream.Copy(buffers.result, buffers.initial, {.row_bytes = bytes});
+}
+
+// Ranks that nobody sends to get zeros, as from jax.lax.ppermute.
+bool StreamExchange::GetsZeros(const Binding& binding) {
+  const Kind kind = binding.plan_->call->operation.kind;
+  return !ReplacesRows(kind) && SidesOf(kind).receives && binding.plan_->ranks[binding.rank_].in.empty();
 }
 
 // Looks for the receivers' posts; for those of foreground operations during HOCCL_PATIENCE_US. Have all been found?
@@ -161,13 +163,15 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   thread_local std::vector<FlagOperation> operations;
   operations.clear();
   if (execution->plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(*execution, stream));
-  // Own slices before all waits: copies within a device may be kernels, and kernels can stand behind a wait of another stream in a hardware
-  // queue.
-  cuda::SideStream* side = binding.own_.empty() ? nullptr : &execution->device->side_streams->Beside(stream.handle());
+  // What the device does by itself comes before all waits: copies within a device may be kernels, and kernels can stand behind a wait of
+  // another stream in a hardware queue.
+  const bool zeros = GetsZeros(binding);
+  cuda::SideStream* side = binding.own_.empty() && !zeros ? nullptr : &execution->device->side_streams->Beside(stream.handle());
   std::unique_lock<std::mutex> forked;
   if (side != nullptr) {
     forked = std::unique_lock(side->mutex);
     HOCCL_RETURN_IF_ERROR(side->Fork(stream));
+    if (zeros) HOCCL_RETURN_IF_ERROR(side->Zero(execution->result, static_cast<size_t>(binding.plan_->call->operation.ResultBytes())));
     HOCCL_RETURN_IF_ERROR(side->CopyAll(execution->result, execution->operand, binding.own_));
     for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
   }

@@ -1,11 +1,12 @@
-// Streams of the engine's own beside programs' streams, for copies within a device. In the program's stream such a copy and a push to a
-// peer wait for each other's engines: on two H200s an all_gather of 64 KiB takes 20 us with both in one stream and 11 us with the own
-// slice in a stream beside.
+// Streams of the engine's own beside programs' streams, for what a device does by itself. In the program's stream a copy within the device,
+// or zeros, and a push to a peer wait for each other's engines: on two H200s an all_gather of 64 KiB takes 20 us with both in one stream
+// and 11 us with the own slice in a stream beside.
 #ifndef HOCCL_DEVICE_CUDA_SIDE_STREAMS_H_
 #define HOCCL_DEVICE_CUDA_SIDE_STREAMS_H_
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -28,6 +29,7 @@ class SideStream {
   // What is given to `program` from now on starts after what has been enqueued here.
   Status Join(const StreamView& program) const;
 
+  Status Zero(CUdeviceptr dst, size_t bytes) const { return stream_->Zero(dst, bytes); }
   Status CopyAll(CUdeviceptr dst, CUdeviceptr src, std::span<const StridedCopy> copies) const { return stream_->CopyAll(dst, src, copies); }
 
   std::mutex mutex;

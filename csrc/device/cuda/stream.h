@@ -132,6 +132,7 @@ class CopyStream : private StreamView {
   using StreamView::Synchronize;
   using StreamView::WaitEvent;
   using StreamView::WriteFlag;
+  using StreamView::Zero;
 
  private:
   using StreamView::StreamView;
