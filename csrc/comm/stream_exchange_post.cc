@@ -130,9 +130,10 @@ bool StreamExchange::GetsZeros(const Binding& binding) {
   return !ReplacesRows(kind) && SidesOf(kind).receives && binding.plan_->ranks[binding.rank_].in.empty();
 }
 
-// Looks for the receivers' posts; for those of foreground operations during HOCCL_PATIENCE_US. Have all been found?
+// Looks for the receivers' posts; where one lets the stream push by itself, during HOCCL_PATIENCE_US. Have all been found?
 bool StreamExchange::Match(Device* device, Execution* execution) {
-  const bool patient = execution->plan->call->operation.priority == Priority::kForeground;
+  const std::vector<Flight>& flights = execution->flights;
+  const bool patient = std::any_of(flights.begin(), flights.end(), [&](const Flight& flight) { return IsInStream(*execution, flight); });
   const Clock::time_point start = Clock::now();
   Clock::time_point now = start;
   uint64_t seen = 0;
