@@ -181,6 +181,8 @@ def _apply_backward(layer: Layer, options: _Options, saved: Any, cotangent: Any)
         shard_before, x = operands
         reduced = _reduce(options, gradient_after)
         ahead, (gradient, cotangent) = _gather_beside(options, shard_before, pull_back, params, x, cotangent)
+        # Or XLA would put off all reductions to the end, where nothing is left to run beside.
+        reduced, cotangent = prefetch_barrier(reduced, cotangent)
         return (cotangent, ahead, gradient), reduced
 
     last = len(shards) - 1
@@ -193,6 +195,7 @@ def _apply_backward(layer: Layer, options: _Options, saved: Any, cotangent: Any)
     (cotangent, ahead, gradient), reduced = _loop(step, (cotangent, ahead, gradient), [shards[: last - 1], inputs[1:]], reverse=True)
     gradient_of_second = _reduce(options, gradient)
     gradient, cotangent = pull_back(ahead, inputs[0], cotangent)
+    gradient_of_second, cotangent = prefetch_barrier(gradient_of_second, cotangent)
     return _join(_reduce(options, gradient), gradient_of_second, reduced), cotangent
 
 

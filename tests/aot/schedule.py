@@ -60,10 +60,10 @@ class Schedule:
     conditionals: bool = False  # count a conditional as a product, which is to be in it
 
     def copies(self) -> list[Instruction]:
-        return [i for i in self._all() if re.match(r"copy(-start)?$", i.opcode) or re.search(r"calls=%\w*copy", i.text)]
+        return [i for i in self.instructions() if re.match(r"copy(-start)?$", i.opcode) or re.search(r"calls=%\w*copy", i.text)]
 
     def custom_calls(self, target: str) -> list[Instruction]:
-        return [i for i in self._all() if i.kind == target]
+        return [i for i in self.instructions() if i.kind == target]
 
     def transfers(self, computation: str | None = None) -> list[int]:
         """For each operation of hoccl_jax in this computation (default: the entry), in order of their starts: how many matrix products
@@ -78,7 +78,7 @@ class Schedule:
         """Computations, other than the entry, with `count` operations of ours that are started and awaited there."""
         return [name for name in self.computations if name != self.entry and len(self.transfers(name)) == count]
 
-    def _all(self) -> Iterator[Instruction]:
+    def instructions(self) -> Iterator[Instruction]:
         for instructions in self.computations.values():
             yield from instructions
 

@@ -14,6 +14,7 @@ from hoccl_jax.parallel import fsdp, pipeline
 from tests.aot import schedule
 
 _WIDTH = 4096
+_REDUCTION = ("reduce-scatter-start", "reduce-scatter-done")
 
 
 def layer(params: jax.Array, x: jax.Array) -> jax.Array:
@@ -46,7 +47,7 @@ def test_fsdp_layer_by_layer() -> None:
     assert forward == [0, 1, 1, 1]
     assert len(backward) == 4
     assert min(backward) >= 1
-    reductions = found.spans("reduce-scatter-start", "reduce-scatter-done")
+    reductions = found.spans(*_REDUCTION)
     assert len(reductions) == 4
     assert sum(count > 0 for count in reductions) >= 3
 
@@ -58,7 +59,7 @@ def test_fsdp_in_a_loop() -> None:
     assert found.transfers(forward) == [1, 1]
     assert not [i for i in found.computations[forward] if i.opcode == "copy"]
     assert min(found.transfers(backward)) >= 1
-    assert min(found.spans("reduce-scatter-start", "reduce-scatter-done", backward)) >= 1
+    assert min(found.spans(*_REDUCTION, backward)) >= 1
 
 
 def test_fsdp_by_halves_in_a_loop() -> None:
@@ -68,7 +69,7 @@ def test_fsdp_by_halves_in_a_loop() -> None:
     assert found.halves(forward) == [1, 1]
     assert not [i for i in found.computations[forward] if i.opcode == "copy"]
     assert min(found.halves(backward)) >= 1
-    assert min(found.spans("reduce-scatter-start", "reduce-scatter-done", backward)) >= 1
+    assert min(found.spans(*_REDUCTION, backward)) >= 1
 
 
 def test_fsdp_by_halves_gathers_all_arrays_of_a_layer_during_the_layer_before() -> None:
@@ -82,6 +83,27 @@ def test_fsdp_by_halves_gathers_all_arrays_of_a_layer_during_the_layer_before() 
     found = schedule.compiled(forward, schedule.mesh(x=2), specs, P("x"), (2 * _WIDTH, _WIDTH), shards, shards)
     (loop,) = [name for name in found.computations if name != found.entry and found.halves(name)]
     assert found.halves(loop) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_fsdp_reduces_all_arrays_of_a_layer_during_the_next_one(halves: bool) -> None:
+    """Rather than at the end, where nothing is left to run beside, with all unreduced gradients kept until then."""
+
+    def gradient(x: jax.Array, first: jax.Array, second: jax.Array) -> Any:
+        def loss(x: jax.Array, *shards: jax.Array) -> jax.Array:
+            return squares(
+                fsdp.apply_layers(two_arrays, dict(zip(("first", "second"), shards, strict=True)), x, axis_name="x", halves=halves)
+            )
+
+        return jax.grad(loss, argnums=(0, 1, 2))(x, first, second)
+
+    shards = (8, _WIDTH, _WIDTH)
+    specs = P("x"), P(None, "x"), P(None, "x")
+    found = schedule.compiled(gradient, schedule.mesh(x=2), specs, specs, (2 * _WIDTH, _WIDTH), shards, shards)
+    (backward,) = [name for name in found.computations if name != found.entry and found.spans(*_REDUCTION, name)]
+    assert len(found.spans(*_REDUCTION, backward)) == 4  # two layers a round
+    assert min(found.spans(*_REDUCTION, backward)) >= 1
+    assert not [i for i in found.instructions() if i.opcode == "reduce-scatter"]  # none that the program just waits for
 
 
 @pytest.mark.parametrize("stages", [2, 4])
