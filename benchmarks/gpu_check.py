@@ -259,18 +259,18 @@ def _several(rows: list[Row], measured: dict[str, Any]) -> None:
         limits = {}
     for form, job in forms:
         rows += _collectives(form, job, env, limits, sizes, measured)
-    for form, job in forms:
         both = _run("interference", {"size": 8192, "count": 6, "moved": 3 * _GIB, "libraries": _LIBRARIES}, job, env)[0]
         rows.append((f"GEMMs and a transfer, us, {form}", json.dumps(both), "hoccl_jax: +2 %"))
-        rows.append(_messages(form, _run("messages", {"rounds": 50}, job, env)))
-        rows.append(_equivalence(f"cases, {form}", _run("equivalence", {"seed": 21, "count": 60}, job, env)))
         for shape in ({"rows": 2048, "width": 8192}, {"rows": 4096, "width": 8192}, {"rows": 8192, "width": 8192}):
             forward = _run("gathered_forward", {**shape, "libraries": _LIBRARIES}, job, env)[0]
             rows.append((f"8 layers, weights gathered, {shape['rows']} rows a GPU, us, {form}", json.dumps(forward), ""))
+        rows.append(_messages(form, _run("messages", {"rounds": 50}, job, env)))
+        rows.append(_equivalence(f"cases, {form}", _run("equivalence", {"seed": 21, "count": 60}, job, env)))
+        if job is apart:
+            rows += gpu_training_rows.several(_run, apart, env, FLAGS.gpus)
     arguments = {"sizes": sizes, "steps": 100, "repeats": 5, "libraries": ["jax.lax"], "operations": ["all_to_all", "all_gather"]}
     zero = _run("chains", arguments | {"sizes": [size for size in sizes if size < _LARGE]}, apart, env | _ZERO_CTA)[0]
     rows.append(("jax.lax with NCCL's zero-CTA policy, us", json.dumps(zero)[:3000], ""))
-    rows += gpu_training_rows.several(_run, apart, env, FLAGS.gpus)
     if FLAGS.gpus >= 4 and FLAGS.gpus % 2 == 0:
         rows += _two_nodes(apart, env)
 
