@@ -47,9 +47,13 @@ def apply(stage: Stage, params: Any, microbatches: Any, *, axis_name: Any, overl
 
     Returns:
       What the last stage has computed, [microbatches, ...]; zeros on other stages.
+
+    Raises:
+      ValueError: `stage` returns other shapes or types than it takes.
     """
     ring = _Ring.of(axis_name, params, microbatches, ppermute)
     params, microbatches = ring.varying((params, microbatches))
+    _check_stage(stage, params, jax.tree.map(lambda leaf: leaf[0], microbatches))
     count = _count(microbatches)
     hop = 2 if overlap else 1
     nothing = jax.tree.map(lambda leaf: ring.zeros(core.typeof(leaf[0])), microbatches)
@@ -71,6 +75,16 @@ def apply(stage: Stage, params: Any, microbatches: Any, *, axis_name: Any, overl
     _, results = lax.scan(tick, (nothing, nothing), jnp.arange(count + hop * (ring.size - 1)))
     results = jax.tree.map(lambda leaf: leaf[hop * (ring.size - 1) :], results)
     return jax.tree.map(lambda leaf: jnp.where(ring.last, leaf, jnp.zeros_like(leaf)), results)
+
+
+def _described(tree: Any) -> str:
+    return str(jax.tree.map(lambda leaf: core.ShapedArray(leaf.shape, leaf.dtype).str_short(), tree))
+
+
+def _check_stage(stage: Stage, params: Any, activations: Any) -> None:
+    taken, returned = _described(activations), _described(jax.eval_shape(stage, params, activations))
+    if taken != returned:
+        raise ValueError(f"stage must keep the shapes and types of activations; it takes {taken} and returns {returned}")
 
 
 def loss(
@@ -104,6 +118,9 @@ def loss(
 
     Returns:
       On the last stage the sum of the losses of all microbatches, zero on others.
+
+    Raises:
+      ValueError: `stage` returns other shapes or types than it takes, or `leave` no floating-point scalar.
     """
     if schedule not in ("1f1b", "gpipe"):
         raise ValueError(f"schedule must be 1f1b or gpipe, got {schedule!r}")
@@ -111,6 +128,12 @@ def loss(
     functions = _Functions(enter, stage, leave)
     # From here on all values vary over the same axes, so the sums of gradients that this brings about stand outside of the loop.
     params, microbatches = ring.varying((params, microbatches))
+    microbatch = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    activations = jax.eval_shape(enter, params, microbatch)
+    _check_stage(stage, params, activations)
+    value = jax.eval_shape(leave, params, activations, microbatch)
+    if not (isinstance(value, jax.ShapeDtypeStruct) and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
+        raise ValueError(f"leave must return a floating-point scalar, the loss of a microbatch; it returns {_described(value)}")
     if schedule == "gpipe":
         return _gpipe(functions, ring, params, microbatches)
     leaves, structure = jax.tree.flatten(microbatches)

@@ -194,6 +194,33 @@ def test_errors_name_the_argument() -> None:
         run()
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_errors_say_what_a_function_returns(schedule: Any) -> None:
+    params, microbatches = operands(2, 4)
+    mesh = Mesh(np.array(jax.devices()[:2]), "stage")
+
+    def total(stage: Any, leave: Any) -> jax.Array:
+        def body(params: Any, microbatches: Any) -> jax.Array:
+            own = {**params, "w": params["w"][0]}
+            return pipeline.loss(enter, stage, leave, own, microbatches, axis_name="stage", schedule=schedule)[None]
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(_PARAM_SPECS, P()), out_specs=P("stage")))(params, microbatches)
+
+    with pytest.raises(ValueError, match=r"stage must keep .* takes .*float32\[5,4\].* returns .*float32\[5,2\]"):
+        total(lambda params, x: (x[0] @ params["head"], x[1]), leave)
+    with pytest.raises(ValueError, match=r"leave must return a floating-point scalar.*float32\[5,4\]"):
+        total(stage, lambda params, y, microbatch: y[0])
+    with pytest.raises(ValueError, match=r"leave must return a floating-point scalar.*int32\[\]"):
+        total(stage, lambda params, y, microbatch: jnp.int32(0))
+
+
+def test_apply_says_what_a_stage_returns() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), "stage")
+    narrow = functools.partial(pipeline.apply, lambda params, x: x[:, :2], None, axis_name="stage")
+    with pytest.raises(ValueError, match=r"stage must keep .* takes float32\[3,4\] and returns float32\[3,2\]"):
+        jax.jit(jax.shard_map(narrow, mesh=mesh, in_specs=P(), out_specs=P("stage")))(jnp.ones((5, 3, 4)))
+
+
 def test_the_default_moves_data_by_our_ppermute() -> None:
     params, microbatches = operands(2, 3)
     program = jax.shard_map(
