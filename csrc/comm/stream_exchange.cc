@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "csrc/base/spin.h"
 #include "csrc/comm/stream_exchange_parts.h"
 
 namespace hoccl {
@@ -20,14 +21,6 @@ constexpr std::chrono::microseconds kPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 constexpr int kPauses = 64;
 constexpr std::chrono::milliseconds kWatch{50};
-
-void Relax() {
-#if defined(__x86_64__)
-  for (int i = 0; i < 8; ++i) __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 }  // namespace
 
@@ -280,7 +273,7 @@ void StreamExchange::Run(Device* device) {
         std::this_thread::sleep_for(std::clamp<Clock::duration>((time - last_progress) / kPauses, kPause, kLongestPause));
       }
     }
-    lock.lock();
+    lock = LockSoon(mutex_);
     if (!stepped.ok()) {
       const cuda::CudaDevice& cuda = *device->cuda;
       Fail(Status(stepped.code(), "copying from device " + std::to_string(device->entry.global_id) + " (" + cuda.properties().name +

@@ -3,6 +3,7 @@
 #include <mutex>
 #include <utility>
 
+#include "csrc/base/spin.h"
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/comm/stream_exchange_parts.h"
 #include "csrc/sched/ragged.h"
@@ -53,7 +54,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
 
   Execution* execution = nullptr;
   {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock lock = LockSoon(mutex_);
     if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
       *refused = true;
       if (table) device->tables->GiveBack(*table);
@@ -75,7 +76,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     device->wake.notify_one();
   }
   if (!Match(device, execution)) {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock lock = LockSoon(mutex_);
     TakeMail();
     if (!MatchAll(device, execution)) Await(device, execution);
   }
@@ -139,7 +140,7 @@ bool StreamExchange::Match(Device* device, Execution* execution) {
   uint64_t seen = 0;
   bool found = false;
   do {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock lock = LockSoon(mutex_);
     TakeMail();
     seen = accepted_;
     found = MatchAll(device, execution);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/base/spin.h"
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/comm/stream_exchange_parts.h"
 
@@ -12,7 +13,7 @@ Status StreamExchange::PostSend(Binding* binding, int64_t run, const cuda::Strea
   if (binding->out_.empty() && binding->own_.empty()) return {};
   const GroupPlan& plan = *binding->plan_;
   Device* device = binding->device_;
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock = LockSoon(mutex_);
   if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
     *refused = true;
     return can;
@@ -35,7 +36,7 @@ Status StreamExchange::PostSend(Binding* binding, int64_t run, const cuda::Strea
   if (!staging.ok()) return staging.status();
   const Result<Ticket> full = resources_->flags->Issue(staging->slot);
   if (!full.ok()) return full.status();
-  lock.lock();
+  lock = LockSoon(mutex_);
   Execution* execution = NewExecution(binding, key, *full);
   execution->operand = staging->address;
   execution->staging = *staging;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/base/spin.h"
+
 namespace hoccl {
 namespace {
 
@@ -29,15 +31,17 @@ PushExecutor::~PushExecutor() {
 }
 
 void PushExecutor::Submit(const Push& push) {
-  std::lock_guard lock(mutex_);
+  const std::unique_lock lock = LockSoon(mutex_);
   if (abandoned_) return;
-  waiting_.push_back(push);
+  incoming_.push_back(push);
+  left_.fetch_add(1, std::memory_order_relaxed);
   if (push.background && !IsEmpty(push)) background_left_.fetch_add(1, std::memory_order_relaxed);
+  has_incoming_.store(true, std::memory_order_release);
 }
 
 void PushExecutor::Note(const StreamPush& push) {
   if (background_left_.load(std::memory_order_relaxed) == 0) return;
-  std::lock_guard lock(mutex_);
+  const std::unique_lock lock = LockSoon(mutex_);
   if (abandoned_) return;
   if (noted_.size() >= kNotedAtOnce && noted_.size() == noted_.capacity()) ForgetArrived();
   noted_.push_back(push);
@@ -57,15 +61,10 @@ void PushExecutor::ResetBackgroundCounts() {
   gate_.counts = {};
 }
 
-bool PushExecutor::HasWork() {
-  std::lock_guard lock(mutex_);
-  return !abandoned_ && (!waiting_.empty() || busy_.load(std::memory_order_relaxed) > 0);
-}
-
 void PushExecutor::Abandon() {
   std::lock_guard lock(mutex_);
   abandoned_ = true;
-  waiting_.clear();
+  incoming_.clear();
   noted_.clear();
 }
 
@@ -92,20 +91,22 @@ Status PushExecutor::Start(const Push& push) {
 
 Status PushExecutor::Step(bool* progress) {
   *progress = false;
-  {
-    std::lock_guard lock(mutex_);
-    if (abandoned_) return {};
-    auto left = waiting_.begin();
-    for (Push& push : waiting_) {
-      if (IsReady(push)) {
-        taken_.push_back(push);
-      } else {
-        *left++ = push;
-      }
-    }
-    waiting_.erase(left, waiting_.end());
-    busy_.fetch_add(taken_.size(), std::memory_order_relaxed);
+  if (abandoned_) return {};
+  if (has_incoming_.load(std::memory_order_acquire)) {
+    const std::unique_lock lock = LockSoon(mutex_);
+    has_incoming_.store(false, std::memory_order_relaxed);
+    waiting_.insert(waiting_.end(), incoming_.begin(), incoming_.end());
+    incoming_.clear();
   }
+  auto not_yet = waiting_.begin();
+  for (Push& push : waiting_) {
+    if (IsReady(push)) {
+      taken_.push_back(push);
+    } else {
+      *not_yet++ = push;
+    }
+  }
+  waiting_.erase(not_yet, waiting_.end());
   *progress = !taken_.empty();
   if (*progress) {
     const cuda::ScopedContext scope(device_);
@@ -115,7 +116,7 @@ Status PushExecutor::Step(bool* progress) {
         // Not by a stream: without a copy before it, its write could stand behind another stream's blocked wait.
         push.arrived_seen.Set();
         push.departed_seen.Set();
-        busy_.fetch_sub(1, std::memory_order_relaxed);
+        left_.fetch_sub(1, std::memory_order_relaxed);
       } else if (push.background) {
         background_.push_back({.push = push, .chunks = {}});
       } else {
@@ -125,7 +126,7 @@ Status PushExecutor::Step(bool* progress) {
     taken_.clear();
   }
   if (const size_t gone = std::erase_if(foreground_, [](const HostFlag& flag) { return flag.Reached(); }); gone > 0) {
-    busy_.fetch_sub(gone, std::memory_order_relaxed);
+    left_.fetch_sub(gone, std::memory_order_relaxed);
     std::lock_guard lock(mutex_);
     last_arrived_ = Clock::now();
   }
@@ -203,7 +204,7 @@ Status PushExecutor::StepBackground(bool* progress) {
     } else {
       HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
       HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
-      busy_.fetch_sub(1, std::memory_order_relaxed);
+      left_.fetch_sub(1, std::memory_order_relaxed);
       background_left_.fetch_sub(1, std::memory_order_relaxed);
       std::lock_guard lock(mutex_);
       if (background_.empty()) gate_.Rest();

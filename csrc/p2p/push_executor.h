@@ -73,7 +73,7 @@ class PushExecutor {
   // Gives the copy engines whatever is ready, without waiting for it. By one thread, again and again while HasWork(). Sets *progress if
   // anything was started. An error is the device's: nothing will go on.
   Status Step(bool* progress);
-  bool HasWork();
+  bool HasWork() const { return !abandoned_ && left_.load(std::memory_order_relaxed) > 0; }
 
   // Makes the stream of the pushes to a receiver, so that it is not made while other streams wait for these: the driver may block that.
   Status Prepare(int64_t receiver, bool background) { return StreamTo(receiver, background).status(); }
@@ -113,21 +113,24 @@ class PushExecutor {
   std::mutex streams_mutex_;
   std::map<std::pair<int64_t, bool>, std::unique_ptr<cuda::CopyStream>> streams_;  // by receiver and priority; they stay
 
+  std::atomic<bool> abandoned_ = false;
+  std::atomic<size_t> left_ = 0;  // pushes that are not done
+  std::atomic<bool> has_incoming_ = false;
+
   std::mutex mutex_;
-  bool abandoned_ = false;
-  std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival
+  std::vector<Push> incoming_;  // since the last step
   BackgroundGate gate_;
   std::vector<StreamPush> noted_;            // while background pushes are left
   Clock::time_point last_arrived_;           // of these, and of the executor's own foreground pushes
   std::atomic<int64_t> background_left_{0};  // pushes that have not been given to the copy engines whole
 
-  // Of the stepping thread alone, but for their sizes.
+  // Of the stepping thread alone, which looks at flags without a pause and would keep others from the mutex.
+  std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival
   std::vector<Push> taken_;
   std::vector<HostFlag> foreground_;                     // on their way
   std::deque<Piecewise> background_;                     // ready, in turns
   std::vector<std::unique_ptr<cuda::Event>> in_flight_;  // background chunks, oldest first
   std::vector<std::unique_ptr<cuda::Event>> spare_;
-  std::atomic<size_t> busy_ = 0;
 };
 
 }  // namespace hoccl
