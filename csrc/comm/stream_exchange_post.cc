@@ -181,8 +181,10 @@ Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, con
   for (const Flight& flight : execution->flights) {
     if (flight.way == Flight::Way::kInStream) operations.push_back({kWait, flight.target.flags->OnDevice(flight.ready)});
   }
-  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
-  operations.clear();
+  if (operations.size() > 1) {  // pushes come between
+    HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
+    operations.clear();
+  }
   for (const Flight& flight : execution->flights) {
     if (flight.way != Flight::Way::kInStream) continue;
     HOCCL_RETURN_IF_ERROR(stream.CopyAll(flight.target.address, execution->operand, execution->CopiesOf(flight)));
