@@ -37,8 +37,12 @@ void Rendezvous::Fail(Meeting* meeting, Status failure, bool tell_others, Action
     if (remote.posted && !Contains(others, remote.process)) others.push_back(remote.process);
     if (remote.posted && remote.active == 0) Release(meeting, rank, actions);
   }
+  const bool sends = IsSending(*meeting) || std::ranges::any_of(meeting->slots, [](const Slot& slot) { return slot.sender.sends > 0; });
   if (tell_others) {
     for (int process : others) TellFailure(*meeting, process, MessageType::kFailed, actions);
+  } else if (sends) {
+    // To whom this process sends may not know yet, and would take the end of what is sent for the reason.
+    for (int process : others) TellFailure(*meeting, process, MessageType::kFailedToo, actions);
   }
   if (IsSending(*meeting)) actions->cancelled.push_back(&meeting->slot_sends);
   for (Slot& slot : meeting->slots) {

@@ -135,11 +135,17 @@ void Rendezvous::OnPull(int process, const Message& message, Actions* actions) {
   if (message.GetText().size() != sizeof(request)) return;
   std::memcpy(&request, message.GetText().data(), sizeof(request));
   const auto entry = meetings_.find({message.key.site, message.key.run});
+  const Meeting* failed = nullptr;
   for (Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second; meeting != nullptr; meeting = meeting->next) {
-    if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size || meeting->failed()) continue;
-    if (Serve(process, message, request, meeting, actions)) return;
+    if (meeting->key != message.key || static_cast<int>(meeting->slots.size()) != message.group_size) continue;
+    if (meeting->failed()) {
+      failed = meeting;
+    } else if (Serve(process, message, request, meeting, actions)) {
+      return;
+    }
   }
-  // Its meeting has failed, of which the receiver has been told or will be.
+  // Its meeting has failed. The receiver is told why, if it has not been already: it could learn here that it has, before it hears of it.
+  if (failed != nullptr) TellFailure(*failed, process, MessageType::kFailedToo, actions);
   Message& ended = actions->messages.emplace_back(Actions::Outgoing{process, {}}).message;
   ended.type = MessageType::kPullEnded;
   ended.number = static_cast<int32_t>(request.notification);

@@ -178,12 +178,11 @@ TEST_F(PlannedFaultTest, ConnectionsThatBreakInThePlanNameTheRanksBehindThemAndS
 }
 
 TEST_F(PlannedFaultTest, CutThatLastsEndsAtTheDeadlineAndSlotsComeBack) {
-  Start(milliseconds(300));
+  Start(milliseconds(1000));
   network_.Cut(1);
   for (std::future<Status>& end : Run(1)) {
     const Status status = end.get();
-    // On a busy machine the deadline of one process can be so much earlier than that of another that it tells that one.
-    EXPECT_TRUE(status.code() == Code::kDeadlineExceeded || status.code() == Code::kAborted) << status.ToString();
+    EXPECT_EQ(status.code(), Code::kDeadlineExceeded) << status.ToString();
     EXPECT_NE(status.message().find("HOCCL_TIMEOUT_S"), std::string::npos) << status.ToString();
   }
   ExpectSlotsToComeBack();
