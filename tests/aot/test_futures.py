@@ -110,8 +110,10 @@ def test_a_receive_is_awaited_after_the_sends_before_it() -> None:
         return future.done(), y
 
     found = compiled(function, out_specs=(P("x"), P("x")))
-    order = [i.kind for i in found.computations[found.entry] if i.kind.startswith("hoccl")]
-    assert order == ["hoccl_start", "hoccl_collective", "hoccl_done"]
+    calls = [i for i in found.computations[found.entry] if i.kind.startswith("hoccl")]
+    assert [call.kind for call in calls] == ["hoccl_start", "hoccl_collective", "hoccl_done"]
+    (after,) = [i for i in found.computations[found.entry] if i.name == calls[2].operands[0]]
+    assert calls[1].name in after.operands  # not by chance
     assert found.halves() == [2]
     assert not found.copies()
 
