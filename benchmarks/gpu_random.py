@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import hoccl_jax
 from benchmarks.gpu_programs import PLATFORM, gpu_mesh, program, store
 
-KINDS = ("ppermute", "all_gather", "all_to_all", "pbroadcast", "psend", "exchange", "ragged_all_to_all")
+KINDS = ("ppermute", "all_gather", "all_to_all", "pbroadcast", "psend", "precv_start", "exchange", "ragged_all_to_all")
 _SHAPES = ((1, 1), (3, 33), (16, 1024), (128, 33), (16, 8192), (128, 8192))  # rows for each rank, columns; each is a program to compile
 _TABLES = 2  # different ones of an irregular operation and size
 _UNTOUCHED = -1
@@ -83,6 +83,11 @@ def _make(kind: str, rows: int, columns: int, priority: Any, choice: int) -> Cal
             token = hoccl_jax.psend(x, "x", ring, priority=priority)
             got = hoccl_jax.precv(token, jax.ShapeDtypeStruct(x.shape, x.dtype), "x", ring, priority=priority)
             wanted = mine((rank - 1) % size, every)
+        elif kind == "precv_start":
+            future = hoccl_jax.precv_start(jax.lax.create_token(), jax.ShapeDtypeStruct(x.shape, x.dtype), "x", ring, priority=priority)
+            future, x = jax.lax.optimization_barrier((future, x))
+            hoccl_jax.psend_start(x, "x", ring, priority=priority).done()
+            got, wanted = future.done(), mine((rank - 1) % size, every)
         else:
             arguments, source, origin = _irregular(kind, size, rows, choice)
             into = jnp.full_like(x, _UNTOUCHED)

@@ -11,7 +11,9 @@ from hoccl_jax.futures import (
     overlap,
     pbroadcast_start,
     ppermute_start,
+    precv_start,
     prefetch_barrier,
+    psend_start,
     pshuffle_start,
 )
 from hoccl_jax.lax_override import override_lax
@@ -43,8 +45,10 @@ __all__ = [
     "ppermute",
     "ppermute_start",
     "precv",
+    "precv_start",
     "prefetch_barrier",
     "psend",
+    "psend_start",
     "pshuffle",
     "pshuffle_start",
     "ragged_all_to_all",

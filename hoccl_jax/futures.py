@@ -62,9 +62,11 @@ class _Capture(core.Trace):
             if primitive not in HALVES:
                 return primitive.bind(*tracers, **params)
             (operand,) = tracers
-            # The engine keeps elements narrower than a byte in bytes. Converting here, not in the lowering: start and done need one buffer.
-            operand = lax.convert_element_type(operand, primitives.carrier(operand.dtype))
             halves = HALVES[primitive]
+            if halves.takes_carrier:
+                # The engine keeps elements narrower than a byte in bytes. Converting here, not in the lowering: start and done need one
+                # buffer.
+                operand = lax.convert_element_type(operand, primitives.carrier(operand.dtype))
             start = halves.staged_start if self._call.staged else halves.start
             started = start.bind(operand, options=self._call.options, **params)
             self.started = (started,) if self._call.staged else tuple(started)
@@ -84,15 +86,15 @@ class _Resume(core.Trace):
         with core.set_current_trace(self._around):
             if primitive not in HALVES:
                 return primitive.bind(*tracers, **params)
-            operand = core.typeof(tracers[0])
+            wanted = primitive.abstract_eval(core.typeof(tracers[0]), **params)[0]
             halves = HALVES[primitive]
             if self._call.staged:
-                carried = operand.update(dtype=primitives.carrier(operand.dtype))
-                result = primitive.abstract_eval(carried, **params)[0]
-                done: Callable[..., Any] = functools.partial(halves.staged_done.bind, shape=result.shape, dtype=result.dtype)
+                carried = primitives.carrier(wanted.dtype)
+                done: Callable[..., Any] = functools.partial(halves.staged_done.bind, shape=wanted.shape, dtype=carried)
             else:
                 done = halves.done.bind
-            return lax.convert_element_type(done(*self._started, options=self._call.options, **params), operand.dtype)
+            result = done(*self._started, options=self._call.options, **params)
+            return result if wanted is core.abstract_token else lax.convert_element_type(result, wanted.dtype)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -168,10 +170,8 @@ def _start(function: Callable[..., Any], priority: str, staged: bool, operand: A
 def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
     """What the start gave, and the type of the operand; or the result, and None."""
     aval = core.typeof(leaf)
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        raise NotImplementedError(
-            f"{call.function.__name__}_start of {aval.str_short()}: keys have no halves; use {call.function.__name__}"
-        )
+    if aval is not core.abstract_token:
+        _refuse_keys(call.function, aval)
     if Config.from_env().disable:
         return (call(leaf),), None
     with core.take_current_trace() as around:
@@ -183,15 +183,26 @@ def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
             return capture.started, aval
 
 
+def _refuse_keys(function: Callable[..., Any], aval: Any) -> None:
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        raise NotImplementedError(f"{function.__name__}_start of {aval.str_short()}: keys have no halves; use {function.__name__}")
+
+
 def _done(call: _Call, started: tuple[Any, ...], aval: Any) -> Any:
     if aval is None:
         return started[0]
-    # What the function does before its collective goes to waste, so that any operand of the right type will do.
-    operand = lax.full(aval.shape, 0, aval.dtype)
-    varying = tuple(aval.mat.varying)
-    operand = lax.pcast(operand, varying, to="varying") if varying else operand
+    operand = _any_of(aval)  # what the function does before its collective goes to waste
     with core.take_current_trace() as around, core.set_current_trace(_Resume(around, call, started)):
         return call(operand)
+
+
+def _any_of(aval: Any) -> Any:
+    """Some value of this type."""
+    if aval is core.abstract_token:
+        return lax.create_token()
+    value = lax.full(aval.shape, 0, aval.dtype)
+    varying = tuple(aval.mat.varying)
+    return lax.pcast(value, varying, to="varying") if varying else value
 
 
 def _frozen(value: Any) -> Any:
@@ -271,6 +282,45 @@ def pshuffle_start(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority
 def pbroadcast_start(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground", staged: bool = False) -> Future:
     """Begins a `pbroadcast`, whose arguments it takes. `staged`: see `Future`. Its gradient is reduced by jax.lax.psum, as a whole."""
     return _start(parallel.pbroadcast, priority, staged, x, axis_name, source)
+
+
+def psend_start(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Future:
+    """Begins a `psend`, whose arguments it takes; done() gives its token, for each array of x.
+
+    A send waits for nobody, so the start is all of it: there x is copied where the receiver is not waiting yet, in the program's order. The
+    future says where the program goes on after the send, and is used like any other. There is no vmap and no differentiation.
+    """
+    return _start(parallel.psend, priority, False, x, axis_name, perm)
+
+
+def precv_start(
+    token: Any,
+    out_shape: Any,
+    axis_name: AxisName,
+    perm: Sequence[tuple[int, int]],
+    *,
+    priority: Priority = "foreground",
+    staged: bool = False,
+) -> Future:
+    """Begins a `precv`, whose arguments it takes: from here on the message may arrive. `staged`: see `Future`.
+
+    The k-th receive takes the k-th equal send, in the order in which they are traced; starts and plain calls count alike, and done() does
+    not count. The start waits for nothing, so it may come before its psend, with any token (`jax.lax.create_token()`, for example), and
+    receives may end in any order:
+
+        future = hoccl_jax.precv_start(jax.lax.create_token(), like, "stage", perm)
+        future, x = jax.lax.optimization_barrier((future, x))  # open before the layer begins, not only when XLA sees fit
+        hoccl_jax.psend(layer(x), "stage", perm)
+        received = future.done()
+
+    done() comes after all psends that have been traced before it in the same function (jit, loop body, branch). A psend of another
+    function, and for a staged future any psend, must come before the start, which is what its token given as `token` says.
+
+    There is no differentiation: what is received is a constant. ValueError: as `precv`.
+    """
+    like = jax.ShapeDtypeStruct(out_shape.shape, out_shape.dtype)
+    _refuse_keys(parallel.precv, core.ShapedArray(like.shape, like.dtype))
+    return _start(parallel.precv, priority, staged, token, like, axis_name, perm)
 
 
 def prefetch_barrier(operands: Any, after: Any) -> tuple[Any, Any]:

@@ -30,6 +30,8 @@ from jax.extend.core import Primitive
 from hoccl_jax import runtime
 
 TARGET = "hoccl_collective"
+START_TARGET = "hoccl_start"  # the halves of hoccl_jax.future_primitives
+DONE_TARGET = "hoccl_done"
 PLATFORMS = ("cpu", "cuda")
 PRIORITIES = {"foreground": 0, "background": 1}
 
@@ -216,10 +218,12 @@ def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, opti
     if attributes is None:
         return [without_moving(collective, ctx, operand, wanted, params)]
     if collective.kind == "recv":
-        _check_sender(ctx, operand, attributes)
-    if platform == "cuda" and options.overlap and not collective.one_sided:
-        return [_call(ctx, operand, attributes, STREAMS[options.priority], named)]
-    return [_call(ctx, operand, attributes, None, named)]
+        check_sender(ctx, operand, attributes)
+    apart = platform == "cuda" and options.overlap and not collective.one_sided
+    result = _call(ctx, operand, attributes, STREAMS[options.priority] if apart else None, named)
+    if collective.kind == "send":
+        sends(ctx).append(result)
+    return [result]
 
 
 def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, options: Options, params: Params) -> Params | None:
@@ -380,19 +384,54 @@ def _what(attributes: Params) -> Any:
     return (*(attributes[name].tobytes() for name in ("groups", "pairs", "shape")), attributes["dtype"])
 
 
-def _check_sender(ctx: Any, token: Any, attributes: Params) -> None:
+def sends(ctx: Any) -> list[ir.Value]:
+    """The tokens of the module's psends so far; who lowers one adds it."""
+    return ctx.module_context.cached_primitive_lowerings.setdefault("psend", [])
+
+
+def sends_here(ctx: Any) -> list[ir.Value]:
+    """Those of them that are in the function which is being lowered."""
+    here = ir.InsertionPoint.current.block
+    return [token for token in sends(ctx) if (call := operation_of(token)) is not None and call.block == here]
+
+
+def origin(value: ir.Value) -> ir.Value:
+    """The value behind any number of optimization barriers."""
+    while (operation := operation_of(value)) is not None and operation.name == "stablehlo.optimization_barrier":
+        value = operation.operands[ir.OpResult(value).result_number]
+    return value
+
+
+def operation_of(value: ir.Value) -> ir.Operation | None:
+    """What has `value` as a result; None for an argument."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def target_of(operation: ir.Operation | None) -> str | None:
+    """Of a custom call."""
+    if operation is None or operation.name != "stablehlo.custom_call":
+        return None
+    return ir.StringAttr(operation.attributes["call_target_name"]).value
+
+
+def _attributes_behind(token: ir.Value) -> Any:
+    """Those of the call of ours that gives the token; None if there is none."""
+    call = operation_of(origin(token))
+    if call is not None and target_of(call) == DONE_TARGET:  # of a psend_start
+        call = operation_of(origin(call.operands[0]))
+    return None if call is None or target_of(call) not in (TARGET, START_TARGET) else call.attributes["mhlo.backend_config"]
+
+
+def check_sender(ctx: Any, token: Any, attributes: Params) -> None:
     """Refuses a receive that would wait in vain: its token is that of a send between the same ranks, but of other data.
 
     Any token may order a receive, so that alone is no error while a send of the expected data is there to be received.
     """
     numbers, what = _numbers(ctx), _what(attributes)
-    if numbers["recv", what] <= numbers.get(("send", what), 0):
+    if any(numbers[what, k + 1] == attributes["site"] for k in range(numbers.get(("send", what), 0))):
         return
-    config = getattr(token.owner, "attributes", {})  # the owner of an argument is a block, which has none
-    if "mhlo.backend_config" not in config:
-        return
-    sent = config["mhlo.backend_config"]
-    if "kind" not in sent or sent["kind"].value != "send" or any(list(sent[key]) != list(attributes[key]) for key in ("groups", "pairs")):
+    sent = _attributes_behind(token)
+    if sent is None or sent["kind"].value != "send" or any(list(sent[key]) != list(attributes[key]) for key in ("groups", "pairs")):
         return
     given = (sent["dtype"].value, list(sent["shape"]))
     expected = (attributes["dtype"], attributes["shape"].tolist())

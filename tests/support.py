@@ -38,6 +38,13 @@ def _send_recv(x: Any) -> Any:
     return hoccl_jax.precv(hoccl_jax.psend(x, "x", RING), jax.ShapeDtypeStruct(x.shape, x.dtype), "x", RING)
 
 
+def _send_recv_in_halves(x: Any) -> Any:
+    future = hoccl_jax.precv_start(lax.create_token(), jax.ShapeDtypeStruct(x.shape, x.dtype), "x", RING)
+    _, y = hoccl_jax.overlap(hoccl_jax.psend_start(x, "x", RING), jnp.negative, x)
+    received, z = hoccl_jax.overlap(future, jnp.negative, y)
+    return received + z - x
+
+
 def _ragged(x: Any) -> Any:
     even, to = jnp.arange(RANKS, dtype=jnp.int32) * 2, jnp.full(RANKS, 2 * lax.axis_index("x"), jnp.int32)
     sizes = jnp.full(RANKS, 2, jnp.int32)
@@ -56,6 +63,7 @@ OPERATIONS: dict[str, Operation] = {
     "pshuffle": Operation(lambda x: hoccl_jax.pshuffle(x, "x", [3, 0, 1, 2]), lambda x: np.roll(x, 1, axis=0)),
     "pbroadcast": Operation(lambda x: hoccl_jax.pbroadcast(x, "x", 2), lambda x: np.tile(x[2], (RANKS, 1, 1))),
     "psend, precv": Operation(_send_recv, lambda x: np.roll(x, 1, axis=0)),
+    "psend_start, precv_start": Operation(_send_recv_in_halves, lambda x: np.roll(x, 1, axis=0)),
     "exchange": Operation(lambda x: hoccl_jax.exchange(x, "x", FLOWS), _crossed),
     "ragged_all_to_all": Operation(_ragged, _crossed),
     "reshard": Operation(lambda x: hoccl_jax.reshard(x, P(None, "x")), lambda x: x, in_shard_map=False),
@@ -177,7 +185,8 @@ def _serialised(bench: Bench) -> None:
 
 
 def _export(bench: Bench) -> None:
-    safe = [jax.export.DisabledSafetyCheck.custom_call(primitives.TARGET)]
+    targets = primitives.TARGET, primitives.START_TARGET, primitives.DONE_TARGET
+    safe = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
     program = jax.jit(bench.over_ranks(bench.operation.body))
     exported = jax.export.export(program, disabled_checks=safe)(bench.placed(bench.x))
     _run(bench, jax.jit(jax.export.deserialize(exported.serialize()).call))
@@ -223,7 +232,8 @@ def lowered_for_cuda(operation: Operation) -> str:
     with jax.set_mesh(bench.mesh):
         traced = jax.jit(bench.over_ranks(operation.body)).trace(bench.placed(bench.x))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return "hoccl_jax" if primitives.TARGET in text or "CustomSPMDPartitioning" in text else "XLA"
+    ours = primitives.TARGET, primitives.START_TARGET, "CustomSPMDPartitioning"
+    return "hoccl_jax" if any(target in text for target in ours) else "XLA"
 
 
 def row(name: str) -> str:
@@ -242,11 +252,12 @@ HEAD = """# What works with what
 Written by `python -m tests.support`, which runs each cell on CPU devices and checks the results; a test keeps the page up to date.
 
 The last four columns before CUDA are types of the mesh axis, with jit and, for operations that have one, the gradient. CUDA: who moves the
-data in a program that is lowered for CUDA devices. jax.export needs `DisabledSafetyCheck.custom_call("hoccl_collective")`; an exported
-program holds the ids of the devices that it was made for: call it on these, in this order (in another the results of ranks change places),
-and call `hoccl_jax.init()` before it where nothing else has started the engine. `reshard` is a callback from XLA's partitioner, which JAX
-can't put into a file. `send` and `recv`, between programs, work in jit, without it, and within scan and cond; they have no vmap and no
-gradient (tests/unit/test_mpmd.py).
+data in a program that is lowered for CUDA devices. jax.export needs `DisabledSafetyCheck.custom_call("hoccl_collective")`, and the same for
+"hoccl_start" and "hoccl_done" where there are futures; an exported program holds the ids of the devices that it was made for: call it on
+these, in this order (in another the results of ranks change places), and call `hoccl_jax.init()` before it where nothing else has started
+the engine. `reshard` is a callback from XLA's partitioner, which JAX can't put into a file. `send` and `recv`, between programs, work in
+jit, without it, and within scan and cond; they have no vmap and no gradient (tests/unit/test_mpmd.py). The futures of the other operations
+go where these go (tests/unit/test_futures.py).
 
 """
 

@@ -27,6 +27,7 @@ const ffi::TypeInfo kCpuStartStateInfo = ffi::MakeTypeInfo<CpuStartState>();
 
 struct CpuDoneState {
   static ffi::TypeId id;
+  bool of_send = false;  // whose start has done it all
   std::string what;
   int64_t bytes = 0;
 };
@@ -43,41 +44,53 @@ ffi::ErrorOr<std::unique_ptr<CpuStartState>> StartInstantiate(ffi::Dictionary at
   if (!call.ok()) return ffi::Unexpected(ToFfiError(call.status()));
   auto state = std::make_unique<CpuStartState>(*std::move(call));
   const CallSite& site = state->bound.call().site;
-  state->in_executable = StartsAndDonesOf(site.module, site.site);
+  state->in_executable = StartsAndDonesOf(site.module, site.site, state->bound.call().operation.kind);
   state->in_executable->starts.fetch_add(1);
   if (WorldGuard world; world) state->bound.Prepare(world.get(), WorldGeneration());
   return state;
 }
 
-ffi::Future StartExecute(CpuStartState* state, ffi::RunId run, int32_t ordinal, ffi::AnyBuffer operand, ffi::Result<ffi::AnyBuffer> result,
+ffi::Future StartExecute(CpuStartState* state, ffi::RunId run, int32_t ordinal, ffi::AnyBuffer operand, ffi::RemainingRets results,
                          ffi::Dictionary) {
   WorldGuard world;
   if (!world) return FailedFuture(NotRunning());
   const Result<Binding*> binding = state->bound.For(world.get(), WorldGeneration(), ordinal);
   if (!binding.ok()) return FailedFuture(binding.status());
-  return FutureOf(world.get(), (*binding)->device, [&](Completion, Status* outcome) {
-    const std::string what = state->bound.call().operation.ToString();
+  return FutureOf(world.get(), (*binding)->device, [&](Completion completion, Status* outcome) {
+    const Operation& operation = state->bound.call().operation;
+    const std::string what = operation.ToString();
     if (state->in_executable->dones < state->in_executable->starts) {
       *outcome = NeverAwaited(state->bound.call());
       return true;
     }
+    // A send is over when its operand has been copied, and leaves nothing for done to await.
+    if (operation.kind == Kind::kSend) return world->Post(*binding, run.run_id, BytesOf(operand), nullptr, completion, outcome);
+    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> result = results.get<ffi::AnyBuffer>(0);
+    if (!result.has_value()) {
+      *outcome = InvalidArgument("hoccl_start gives a result");
+      return true;
+    }
     InFlight& in_flight = world->in_flight();
     const Result<Completion> begun =
-        in_flight.Begin({.device = (*binding)->device, .operand = BytesOf(operand), .result = BytesOf(*result), .what = what});
+        in_flight.Begin({.device = (*binding)->device, .operand = BytesOf(operand), .result = BytesOf(**result), .what = what});
     if (!begun.ok()) {
       *outcome = begun.status();
       return true;
     }
     Status ended;
-    if (world->Post(*binding, run.run_id, BytesOf(operand), BytesOf(*result), *begun, &ended))
+    if (world->Post(*binding, run.run_id, BytesOf(operand), BytesOf(**result), *begun, &ended))
       begun->call(begun->context, std::move(ended));
     return true;  // the program goes on
   });
 }
 
-ffi::ErrorOr<std::unique_ptr<CpuDoneState>> DoneInstantiate(std::string_view module, int64_t site, std::string_view what, int64_t bytes) {
-  StartsAndDonesOf(std::string(module), site)->dones.fetch_add(1);
+ffi::ErrorOr<std::unique_ptr<CpuDoneState>> DoneInstantiate(std::string_view module, int64_t site, std::string_view kind_name,
+                                                            std::string_view what, int64_t bytes) {
+  const Result<Kind> kind = ParseKind(kind_name);
+  if (!kind.ok()) return ffi::Unexpected(ToFfiError(kind.status()));
+  StartsAndDonesOf(std::string(module), site, *kind)->dones.fetch_add(1);
   auto state = std::make_unique<CpuDoneState>();
+  state->of_send = *kind == Kind::kSend;
   state->what = what;
   state->bytes = bytes;
   return state;
@@ -90,6 +103,10 @@ ffi::Future DoneExecute(CpuDoneState* state, int32_t ordinal, ffi::AnyBuffer ope
   const Result<int64_t> device = world->GlobalId(Platform::kCpu, ordinal);
   if (!device.ok()) return FailedFuture(device.status());
   return FutureOf(world.get(), *device, [&](Completion completion, Status* outcome) {
+    if (state->of_send) {
+      *outcome = {};
+      return true;
+    }
     return world->in_flight().Finish({.device = *device,
                                       .operand = BytesOf(operand),
                                       .buffer = BytesOf(buffer),
@@ -148,12 +165,15 @@ XLA_FFI_DEFINE_HANDLER(kStartExecute, StartExecute,
                            .Ctx<ffi::RunId>()
                            .Ctx<ffi::DeviceOrdinal>()
                            .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
                            .Attrs());
-XLA_FFI_DEFINE_HANDLER(
-    kDoneInstantiate, DoneInstantiate,
-    ffi::Ffi::BindInstantiate().Attr<std::string_view>("module").Attr<int64_t>("site").Attr<std::string_view>("what").Attr<int64_t>(
-        "bytes"));
+XLA_FFI_DEFINE_HANDLER(kDoneInstantiate, DoneInstantiate,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<std::string_view>("module")
+                           .Attr<int64_t>("site")
+                           .Attr<std::string_view>("kind")
+                           .Attr<std::string_view>("what")
+                           .Attr<int64_t>("bytes"));
 XLA_FFI_DEFINE_HANDLER(kDoneExecute, DoneExecute,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::State<CpuDoneState>>()

@@ -11,8 +11,8 @@ namespace hoccl {
 namespace {
 
 struct ModuleCounts {
-  std::map<std::pair<int64_t, Kind>, int> instances;           // by site and kind
-  std::map<int64_t, std::shared_ptr<StartsAndDones>> futures;  // by site
+  std::map<std::pair<int64_t, Kind>, int> instances;                            // by site and kind
+  std::map<std::pair<int64_t, Kind>, std::shared_ptr<StartsAndDones>> futures;  // likewise
 };
 using Counts = std::map<std::string, ModuleCounts>;  // by module
 
@@ -105,9 +105,9 @@ int NextOrdinal(const std::string& module, int64_t site, Kind kind) {
   return WithCountsOf(module, [&](ModuleCounts& counts) { return counts.instances[{site, kind}]++; });
 }
 
-std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site) {
+std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site, Kind kind) {
   return WithCountsOf(module, [&](ModuleCounts& counts) {
-    std::shared_ptr<StartsAndDones>& found = counts.futures[site];
+    std::shared_ptr<StartsAndDones>& found = counts.futures[{site, kind}];
     if (found == nullptr) found = std::make_shared<StartsAndDones>();
     return found;
   });

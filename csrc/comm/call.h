@@ -62,8 +62,9 @@ struct StartsAndDones {
 // The error of a start that would run all the same.
 Status NeverAwaited(const Call& call);
 
-// That of the executable that this thread compiles; executables are told apart as in NextOrdinal.
-std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site);
+// That of the executable that this thread compiles; executables are told apart as in NextOrdinal. A send and its recv share a site, so the
+// kind counts too.
+std::shared_ptr<StartsAndDones> StartsAndDonesOf(const std::string& module, int64_t site, Kind kind);
 
 // The calling thread starts, and has finished or given up, compiling (or loading) an executable of this module.
 void BeginCompilation();

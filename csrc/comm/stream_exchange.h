@@ -28,6 +28,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -75,6 +76,18 @@ struct StreamBuffers {
   int table_item_bytes = 4;  // or 8
 };
 
+// A receive between its halves.
+struct PendingReceive {
+  // Where data lie whose sender can't write the result itself, and what says that they have been copied from there.
+  struct Landing {
+    CUdeviceptr address = 0;
+    Ticket landed;
+    int64_t bytes = 0;
+  };
+  std::optional<Ticket> arrival;  // says that the data are there; none where no other rank sends any
+  std::optional<Landing> landing;
+};
+
 class StreamExchange : public ProxyListener, public TransferObserver, public RemoteUser {
  public:
   class Binding;
@@ -93,7 +106,16 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   Result<std::unique_ptr<Binding>> Bind(std::shared_ptr<const GroupPlan> plan, int rank);
 
   // Enqueues one execution of a call in the device's stream. Returns at once; an error means that nothing more will run.
-  Status Post(Binding* binding, int64_t run, CUstream stream, const StreamBuffers& buffers);
+  Status Post(Binding* binding, int64_t run, CUstream stream, const StreamBuffers& buffers) {
+    return Post(binding, run, stream, buffers, nullptr);
+  }
+
+  // A receive in two halves. The first enqueues that the result may be written from here on, the second the wait until it has been; so the
+  // stream goes on in between. What a rank receives from itself is copied by the first.
+  Status StartReceive(Binding* binding, int64_t run, CUstream stream, CUdeviceptr result, PendingReceive* pending) {
+    return Post(binding, run, stream, {.result = result}, pending);
+  }
+  Status FinishReceive(const PendingReceive& pending, const cuda::StreamView& stream, CUdeviceptr result);
 
   // Fails the exchange because a rank of a call can't go on: the others would wait for it. Returns the failure.
   Status Abort(const GroupPlan& plan, int64_t run, uint32_t occurrence, const Status& reason);
@@ -199,11 +221,14 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   std::string Attendance(const Execution& execution);
 
   // Of a handler. `refused`: it is this call's error alone, since others know already that it can't be.
-  Status TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
+  // `pending`: of the first half of a receive, else null.
+  Status Post(Binding* binding, int64_t run, CUstream stream, const StreamBuffers& buffers, PendingReceive* pending);
+  Status TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, PendingReceive* pending,
+                 bool* refused);
   Status PostSend(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused);
   Status ReceiveFromItself(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers);
   Result<Landing> FindLanding(const Binding& binding, CUdeviceptr result);
-  Status Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result);
+  Status Land(const PendingReceive::Landing& landing, const cuda::StreamView& stream, CUdeviceptr result);
   Result<StagingBuffer> TakeStaging(Device* device, int64_t bytes);
   Status SetInitial(const Binding& binding, const cuda::StreamView& stream, const StreamBuffers& buffers);
   static bool GetsZeros(const Binding& binding);

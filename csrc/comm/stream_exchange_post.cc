@@ -10,19 +10,20 @@
 
 namespace hoccl {
 
-Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, const StreamBuffers& buffers) {
+Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, const StreamBuffers& buffers, PendingReceive* pending) {
   if (failed_.load(std::memory_order_acquire)) return failure();
   const GroupPlan& plan = *binding->plan_;
   statistics_->CountOperation(plan.call->operation.kind);
   const uint32_t occurrence = binding->executions_;
   const cuda::ScopedContext scope(*binding->device_->cuda);
   bool refused = false;
-  const Status posted =
-      scope.status().ok() ? TryPost(binding, run, cuda::StreamView(*binding->device_->cuda, handle), buffers, &refused) : scope.status();
+  const cuda::StreamView stream(*binding->device_->cuda, handle);
+  const Status posted = scope.status().ok() ? TryPost(binding, run, stream, buffers, pending, &refused) : scope.status();
   return posted.ok() || refused ? posted : Abort(plan, run, occurrence, posted);
 }
 
-Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, bool* refused) {
+Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers,
+                               PendingReceive* pending, bool* refused) {
   const GroupPlan& plan = *binding->plan_;
   Device* device = binding->device_;
   const Kind kind = plan.call->operation.kind;
@@ -81,9 +82,21 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     if (!MatchAll(device, execution)) Await(device, execution);
   }
   if (failed_) return failure();
+  std::optional<PendingReceive::Landing> lies;
+  if (landing.staging) lies = {.address = landing.address, .landed = landing.landed, .bytes = plan.call->operation.ResultBytes()};
   HOCCL_RETURN_IF_ERROR(SetInitial(*binding, stream, {.result = landing.address, .initial = buffers.initial}));
+  if (pending != nullptr) {
+    *pending = {.arrival = execution->Arrival(0), .landing = lies};
+    return stream.WriteFlag(resources_->flags->memory().OnDevice(*ticket));
+  }
   HOCCL_RETURN_IF_ERROR(Enqueue(*binding, execution, stream));
-  return landing.staging ? Land(*execution, stream, buffers.result) : Status();
+  return lies ? Land(*lies, stream, buffers.result) : Status();
+}
+
+Status StreamExchange::FinishReceive(const PendingReceive& pending, const cuda::StreamView& stream, CUdeviceptr result) {
+  if (failed_.load(std::memory_order_acquire)) return failure();
+  if (pending.arrival) HOCCL_RETURN_IF_ERROR(stream.WaitFlag(resources_->flags->memory().OnDevice(*pending.arrival)));
+  return pending.landing ? Land(*pending.landing, stream, result) : Status();
 }
 
 // Where others write: in the result, or, if it can't be shared with them, in a buffer of ours.
@@ -109,11 +122,10 @@ Result<StreamExchange::Landing> StreamExchange::FindLanding(const Binding& bindi
 }
 
 // From the buffer into the result, once all is there.
-Status StreamExchange::Land(const Execution& execution, const cuda::StreamView& stream, CUdeviceptr result) {
-  const int64_t bytes = execution.plan->call->operation.ResultBytes();
-  HOCCL_RETURN_IF_ERROR(stream.Copy(result, execution.result, {.row_bytes = bytes}));
-  statistics_->CountBytes(Engine::kStaging, bytes);
-  return stream.WriteFlag(resources_->flags->memory().OnDevice(execution.landed));
+Status StreamExchange::Land(const PendingReceive::Landing& landing, const cuda::StreamView& stream, CUdeviceptr result) {
+  HOCCL_RETURN_IF_ERROR(stream.Copy(result, landing.address, {.row_bytes = landing.bytes}));
+  statistics_->CountBytes(Engine::kStaging, landing.bytes);
+  return stream.WriteFlag(resources_->flags->memory().OnDevice(landing.landed));
 }
 
 // What comes first in the stream where rows are replaced: the result becomes what it is but for what arrives.

@@ -11,12 +11,17 @@ Result<StreamFutures::Device*> StreamFutures::DeviceOf(int64_t device) {
     if (global_id == device) found.cuda = cuda;
   }
   if (found.cuda == nullptr) return FailedPrecondition("device " + std::to_string(device) + " is not a CUDA device of this process");
-  for (auto& stream : found.streams) {
-    Result<std::unique_ptr<cuda::CopyStream>> made = cuda::CopyStream::Create(*found.cuda, cuda::CopyStream::Use::kProgram);
+  return &found;
+}
+
+Status StreamFutures::MakeStreams(Device* device) {
+  for (auto& stream : device->streams) {
+    if (stream != nullptr) continue;
+    Result<std::unique_ptr<cuda::CopyStream>> made = cuda::CopyStream::Create(*device->cuda, cuda::CopyStream::Use::kProgram);
     if (!made.ok()) return made.status();
     stream = *std::move(made);
   }
-  return &found;
+  return {};
 }
 
 Result<std::unique_ptr<cuda::Event>> StreamFutures::TakeEvent(Device* device) {
@@ -28,6 +33,9 @@ Result<std::unique_ptr<cuda::Event>> StreamFutures::TakeEvent(Device* device) {
 
 Status StreamFutures::Start(StreamExchange::Binding* binding, int64_t device_id, int64_t run, CUstream program, CUdeviceptr operand,
                             CUdeviceptr result) {
+  const Kind kind = binding->plan().call->operation.kind;
+  if (kind == Kind::kSend) return exchange_->Post(binding, run, program, {.operand = operand});
+  if (kind == Kind::kRecv) return StartReceive(binding, device_id, run, program, result);
   const uint32_t occurrence = binding->executions();
   const auto abort = [&](const Status& reason) { return exchange_->Abort(binding->plan(), run, occurrence, reason); };
   const Priority priority = binding->plan().call->operation.priority;
@@ -37,11 +45,22 @@ Status StreamFutures::Start(StreamExchange::Binding* binding, int64_t device_id,
   HOCCL_RETURN_IF_ERROR(exchange_->Post(binding, run, stream->handle(), {.operand = operand, .result = result}));
   if (const Status recorded = stream->Record(*event); !recorded.ok()) return abort(recorded);
   std::lock_guard lock(mutex_);
-  Operation& operation = operations_[{device_id, result}];
-  if (operation.ended != nullptr)
-    devices_[device_id].spare.push_back(std::move(operation.ended));  // of a program that failed before its done
-  operation = {.operand = operand, .ended = std::move(event)};
+  Keep(device_id, result, {.operand = operand, .ended = std::move(event)});
   return {};
+}
+
+Status StreamFutures::StartReceive(StreamExchange::Binding* binding, int64_t device_id, int64_t run, CUstream program, CUdeviceptr result) {
+  PendingReceive receive;
+  HOCCL_RETURN_IF_ERROR(exchange_->StartReceive(binding, run, program, result, &receive));
+  std::lock_guard lock(mutex_);
+  Keep(device_id, result, {.receive = receive});
+  return {};
+}
+
+void StreamFutures::Keep(int64_t device, CUdeviceptr result, Operation operation) {
+  Operation& kept = operations_[{device, result}];
+  if (kept.ended != nullptr) devices_[device].spare.push_back(std::move(kept.ended));  // of a program that failed before its done
+  kept = std::move(operation);
 }
 
 // Our stream goes on from where the program's stream is. The event serves both ends: a wait that has been enqueued keeps to the record
@@ -51,6 +70,7 @@ Status StreamFutures::Fork(int64_t device_id, Priority priority, CUstream progra
   std::lock_guard lock(mutex_);
   const Result<Device*> device = DeviceOf(device_id);
   if (!device.ok()) return device.status();
+  HOCCL_RETURN_IF_ERROR(MakeStreams(*device));
   Result<std::unique_ptr<cuda::Event>> taken = TakeEvent(*device);
   if (!taken.ok()) return taken.status();
   *event = *std::move(taken);
@@ -72,11 +92,15 @@ Status StreamFutures::Done(int64_t device_id, CUstream program, CUdeviceptr oper
         "through a loop or a branch. Call done() once, in the function that called the start");
   }
   const cuda::StreamView stream(*(*device)->cuda, program);
-  HOCCL_RETURN_IF_ERROR(stream.WaitEvent(*found->second.ended));
-  if (result != buffer) HOCCL_RETURN_IF_ERROR(stream.Copy(result, buffer, {.row_bytes = bytes}));
-  (*device)->spare.push_back(std::move(found->second.ended));
+  Operation operation = std::move(found->second);
   operations_.erase(found);
-  return {};
+  if (operation.ended != nullptr) {
+    HOCCL_RETURN_IF_ERROR(stream.WaitEvent(*operation.ended));
+    (*device)->spare.push_back(std::move(operation.ended));
+  } else {
+    HOCCL_RETURN_IF_ERROR(exchange_->FinishReceive(operation.receive, stream, buffer));
+  }
+  return result == buffer ? Status() : stream.Copy(result, buffer, {.row_bytes = bytes});
 }
 
 }  // namespace hoccl

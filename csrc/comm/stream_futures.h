@@ -1,5 +1,9 @@
 // Starts and dones between CUDA devices. A start puts the operation into a stream of ours, behind what the program's stream has been given;
 // done lets the program's stream wait for it. In between the program's stream goes on.
+//
+// Messages need no stream of ours. A send waits for nobody, so its start is all of it, in the program's stream. The start of a receive
+// tells its sender, in the program's stream too, and its done waits there. In a stream that starts share, one that waits for a message
+// would hold up those behind it, on which the sender of that message may depend.
 #ifndef HOCCL_COMM_STREAM_FUTURES_H_
 #define HOCCL_COMM_STREAM_FUTURES_H_
 
@@ -32,19 +36,24 @@ class StreamFutures {
  private:
   struct Device {
     const cuda::CudaDevice* cuda = nullptr;
-    std::unique_ptr<cuda::CopyStream> streams[2];  // by priority, so that foreground operations don't queue behind background ones
+    // By priority, so that foreground operations don't queue behind background ones. Messages need none.
+    std::unique_ptr<cuda::CopyStream> streams[2];
     std::vector<std::unique_ptr<cuda::Event>> spare;
   };
   struct Operation {
     CUdeviceptr operand = 0;
-    std::unique_ptr<cuda::Event> ended;
+    std::unique_ptr<cuda::Event> ended = nullptr;  // null for a receive,
+    PendingReceive receive = {};                   // which is awaited by this
   };
 
+  Status StartReceive(StreamExchange::Binding* binding, int64_t device, int64_t run, CUstream program, CUdeviceptr result);
   Status Fork(int64_t device, Priority priority, CUstream program, const cuda::CopyStream** stream, std::unique_ptr<cuda::Event>* event);
 
   // With mutex_ held.
   Result<Device*> DeviceOf(int64_t device);
+  static Status MakeStreams(Device* device);
   Result<std::unique_ptr<cuda::Event>> TakeEvent(Device* device);
+  void Keep(int64_t device, CUdeviceptr result, Operation operation);
 
   StreamExchange* const exchange_;
   std::mutex mutex_;

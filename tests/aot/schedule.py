@@ -96,12 +96,15 @@ class Schedule:
         return [end - begin for begin, end in spans.values()]
 
     def _origin(self, name: str, computation: str | None) -> str:
-        """The instruction behind tuples, which are all that is left of optimization barriers."""
+        """The instruction behind tuples: of several results, or what is left of optimization barriers."""
         by_name = {instruction.name: instruction for instruction in self.computations[computation or self.entry]}
         while (instruction := by_name[name]).opcode == "get-tuple-element":
             found = re.search(r"index=(\d+)", instruction.text)
             assert found is not None
-            name = by_name[instruction.operands[0]].operands[int(found[1])]
+            source = by_name[instruction.operands[0]]
+            if source.opcode == "custom-call":
+                return source.name
+            name = source.operands[int(found[1])]
         return name
 
 

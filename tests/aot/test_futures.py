@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
@@ -78,3 +80,46 @@ def test_in_a_loop() -> None:
     (body,) = [name for name in found.computations if found.halves(name)]
     assert body != found.entry
     assert found.halves(body) == [1]
+
+
+def message(x: jax.Array, weights: jax.Array, *, early: bool = False) -> jax.Array:
+    """Receives x of the other rank while a layer works on it; `early`: begins to before it is sent."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    future = hoccl_jax.precv_start(jax.lax.create_token(), like, "x", _RING) if early else None
+    token = hoccl_jax.psend_start(x, "x", _RING).done()
+    received, y = hoccl_jax.overlap(future or hoccl_jax.precv_start(token, like, "x", _RING), layer, x, weights)
+    return received + y
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_compute_between_the_halves_of_a_receive(early: bool) -> None:
+    found = compiled(functools.partial(message, early=early))
+    assert sorted(found.halves()) == [0, 1]  # of the send, and of the receive
+    assert not found.copies()
+
+
+def test_a_receive_is_awaited_after_the_sends_before_it() -> None:
+    """Nothing but the order of tracing says so."""
+
+    def function(x: jax.Array, weights: jax.Array) -> object:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        future = hoccl_jax.precv_start(jax.lax.create_token(), like, "x", _RING)
+        future, x = jax.lax.optimization_barrier((future, x))  # the receive is open before the layers begin
+        y = layer(layer(x, weights), weights)
+        hoccl_jax.psend(y, "x", _RING)
+        return future.done(), y
+
+    found = compiled(function, out_specs=(P("x"), P("x")))
+    calls = [i for i in found.computations[found.entry] if i.kind.startswith("hoccl")]
+    assert [call.kind for call in calls] == ["hoccl_start", "hoccl_collective", "hoccl_done"]
+    (after,) = [i for i in found.computations[found.entry] if i.name == calls[2].operands[0]]
+    assert calls[1].name in after.operands  # not by chance
+    assert found.halves() == [2]
+    assert not found.copies()
+
+
+def test_messages_in_a_loop() -> None:
+    found = compiled(lambda x, weights: jax.lax.scan(lambda x, _: (message(x, weights, early=True), None), x, length=4)[0])
+    (body,) = [name for name in found.computations if found.halves(name)]
+    assert body != found.entry
+    assert sorted(found.halves(body)) == [0, 1]

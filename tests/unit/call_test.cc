@@ -26,6 +26,16 @@ TEST(NextOrdinal, CountsTheTwoSidesOfASendApart) {
   EndCompilation("jit_step");
 }
 
+TEST(StartsAndDones, AreThoseOfOneSideOfAMessage) {
+  BeginCompilation();
+  const auto send = StartsAndDonesOf("jit_step", -1, Kind::kSend);
+  EXPECT_EQ(StartsAndDonesOf("jit_step", -1, Kind::kSend), send);
+  EXPECT_NE(StartsAndDonesOf("jit_step", -1, Kind::kRecv), send);
+  EndCompilation("jit_step");
+  EXPECT_NE(StartsAndDonesOf("jit_step", -1, Kind::kSend), send);
+  EndCompilation("jit_step");
+}
+
 TEST(NextOrdinal, ThreadsCompileModulesOfOneNameAtATime) {
   BeginCompilation();
   EXPECT_EQ(NextOrdinal("jit_step", 2, Kind::kAllGather), 0);

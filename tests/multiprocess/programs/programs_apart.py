@@ -1,4 +1,4 @@
-"""What crosses processes beside the collectives of jax.lax: resharding, exchanges, and messages between programs that differ."""
+"""What crosses processes beside the collectives of jax.lax: resharding, exchanges, and messages, also between programs that differ."""
 
 from __future__ import annotations
 
@@ -62,6 +62,29 @@ def exchanges(wrong: list[str]) -> None:
     check(wrong, "ragged_all_to_all", crossed, values.reshape(n, n, -1).swapaxes(0, 1).reshape(values.shape))
 
 
+def messages_in_halves(wrong: list[str]) -> None:
+    """Round a ring both ways. All receives are started before anything is sent, and awaited in the opposite order."""
+    mesh = mesh_of(range(jax.process_count()))
+    n = mesh.size
+    values = np.arange(n * 1000, dtype=np.float32).reshape(n, 1000)
+    ring = [(rank, (rank + 1) % n) for rank in range(n)]
+    back = [(dst, src) for src, dst in ring]
+
+    def body(x: jax.Array) -> Any:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        futures = [hoccl_jax.precv_start(jax.lax.create_token(), like, "x", perm) for perm in (ring, back, ring)]
+        futures, x = jax.lax.optimization_barrier((futures, x))
+        for factor, perm in ((1, back), (2, ring), (3, ring)):
+            hoccl_jax.psend_start(factor * x, "x", perm).done()
+        last, second, first = (future.done() for future in reversed(futures))
+        return first, second, last
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    received = jax.block_until_ready(program(placed(values, NamedSharding(mesh, P("x")))))
+    for name, given, factor, step in zip(("first", "second", "last"), received, (2, 1, 3), (1, -1, 1), strict=True):
+        check(wrong, f"{name} message in halves", given, factor * np.roll(values, step, axis=0))
+
+
 def messages(wrong: list[str]) -> None:
     """The first process and the others run other programs, each on its own devices."""
     me, everybody = jax.process_index(), jax.process_count()
@@ -103,7 +126,7 @@ def messages(wrong: list[str]) -> None:
 def main() -> None:
     hoccl_jax.init()
     wrong: list[str] = []
-    for part in (reshardings, exchanges, messages):
+    for part in (reshardings, exchanges, messages_in_halves, messages):
         part(wrong)
     report(wrong=wrong, stats=hoccl_jax.stats())
 
