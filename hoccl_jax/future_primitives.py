@@ -201,6 +201,7 @@ def _lower_start(collective: Collective, ctx: Any, operand: Any, *, options: Opt
     attributes = primitives.call_attributes(collective, ctx, given, wanted, options, params)
     if attributes is None:
         return [operand, primitives.without_moving(collective, ctx, operand, wanted, params)]
+    primitives.refuse_automatic_axes(ctx, f"{collective.twin.name}_start")
     lowering = ffi_lowering(START_TARGET, has_side_effect=True)
     return [operand, *lowering(ctx.replace(avals_out=[wanted]), operand, **attributes)]
 
@@ -349,6 +350,7 @@ def _lower_staged_start(collective: Collective, ctx: Any, operand: Any, *, optio
     attributes = primitives.call_attributes(collective, ctx, given, result, options, params)
     if attributes is None:
         raise NotImplementedError(f"{collective.kind}_start(staged=True) of {given.str_short()}, of which nothing moves: leave staged out")
+    primitives.refuse_automatic_axes(ctx, f"{collective.twin.name}_start")
     return ffi_lowering(STAGED_START_TARGET, has_side_effect=True)(ctx, operand, **attributes)
 
 

@@ -232,6 +232,8 @@ def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, o
     groups = _groups(ctx, params)
     if any(len(group) != len(groups[0]) for group in groups):
         raise ValueError(f"{collective.kind}: groups must be of one size, got {[len(group) for group in groups]}")
+    if collective.one_sided:
+        refuse_automatic_axes(ctx, f"p{collective.kind}")
     data = wanted if collective.kind == "recv" else given
     if not core.is_constant_shape(data.shape):
         raise NotImplementedError(f"{collective.kind}: symbolic shapes, got {data.shape}")
@@ -255,6 +257,18 @@ def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, o
     }
     attributes["site"] = _site(collective, ctx, attributes)
     return attributes
+
+
+def refuse_automatic_axes(ctx: Any, what: str) -> None:
+    """For calls with side effects: where XLA partitions the function over some axes of the mesh, it fails on these, or crashes."""
+    context = ctx.module_context.axis_context
+    manual = getattr(context, "manual_axes", ())
+    automatic = tuple(name for name, size in context.mesh.shape.items() if size > 1 and name not in manual)
+    if automatic:
+        raise NotImplementedError(
+            f"{what} in a shard_map that leaves mesh axes {automatic} to XLA's partitioner, which can't place it: make the shard_map one "
+            "over all axes of the mesh"
+        )
 
 
 def moves(collective: Collective, ctx: Any, data: Any, params: Params) -> bool:

@@ -257,7 +257,7 @@ data in a program that is lowered for CUDA devices. jax.export needs `DisabledSa
 these, in this order (in another the results of ranks change places), and call `hoccl_jax.init()` before it where nothing else has started
 the engine. `reshard` is a callback from XLA's partitioner, which JAX can't put into a file. `send` and `recv`, between programs, work in
 jit, without it, and within scan and cond; they have no vmap and no gradient (tests/unit/test_mpmd.py). The futures of the other operations
-go where these go (tests/unit/test_futures.py).
+go where these go, but not beside an automatic axis (tests/unit/test_futures.py).
 
 """
 

@@ -583,3 +583,20 @@ def test_keys_are_not_received_in_halves() -> None:
     key = jax.random.key(0)
     with pytest.raises(NotImplementedError, match=r"precv_start of key.*: keys have no halves; use precv"):
         run(lambda x: received(no_token(), jnp.broadcast_to(key, x.shape)).done(), operand(2), check_vma=False)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_mesh_axis_that_is_left_to_xla_is_an_error(staged: bool) -> None:
+    """XLA's partitioner takes no calls with side effects; some versions crash on them."""
+    two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    swap = [(0, 1), (1, 0)]
+
+    def refused(name: str, body: Callable[[jax.Array], jax.Array]) -> None:
+        program = jax.jit(jax.shard_map(body, mesh=two, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=False))
+        with pytest.raises(NotImplementedError, match=rf"{name} in a shard_map that leaves mesh axes \('y',\) to XLA's partitioner"):
+            program(np.ones((4, 4), np.float32))
+
+    refused("ppermute_start", lambda x: hoccl_jax.ppermute_start(x, "x", swap, staged=staged).done())
+    refused("psend", lambda x: lax.optimization_barrier((hoccl_jax.psend_start(x, "x", swap).done(), x))[1])
+    refused("precv", lambda x: hoccl_jax.precv_start(lax.create_token(), x, "x", swap, staged=staged).done())
+    refused("psend", lambda x: hoccl_jax.precv(hoccl_jax.psend(x, "x", swap), x, "x", swap))
