@@ -132,7 +132,8 @@ def psend(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, prior
     """Sends x of each source of `perm` to its destination, which takes it with `precv`.
 
     Sends and receives of one program meet in the order in which they are traced: the k-th `precv` takes the k-th `psend` of the same shape,
-    type, axes and `perm`. Both are needed on every rank; there is no vmap and no differentiation.
+    type, axes and `perm`, whose order counts. Both are needed on every rank; there is no vmap and no differentiation. A message that nobody
+    receives stays in memory.
 
     Returns a token, which `precv` and jax.lax.optimization_barrier accept. (jax.lax.psend itself lacks CPU devices.)
     """
@@ -143,13 +144,14 @@ def precv(token: Any, out_shape: Any, axis_name: AxisName, perm: Sequence[tuple[
     """Receives what a `psend` of the same `axis_name` and `perm` sends; zeros on ranks that are no destination.
 
     Args:
-      token: of the psend, or any other token that orders it.
+      token: of the psend, or any other token that orders it. A pytree of tokens receives as often.
       out_shape: jax.ShapeDtypeStruct of the result.
       axis_name: as for psend.
       perm: as for psend.
       priority: see the module's text.
 
-    ValueError: the token is of a psend over the same `axis_name` and `perm` but of another shape or type, and no `psend` of the expected
-    ones is left to be received.
+    A receive without a psend ends with an error after HOCCL_TIMEOUT_S. TypeError: token is none. ValueError: the token is of a psend over
+    the same `axis_name` and `perm` but of another shape or type, and no `psend` of the expected ones is left to be received.
     """
-    return _run(parallel.precv, priority, False, token, out_shape, axis_name, perm)
+    primitives.check_tokens("precv", token)
+    return primitives.received(_run(parallel.precv, priority, False, token, out_shape, axis_name, perm), axis_name)

@@ -348,9 +348,13 @@ def _lower_staged_start(collective: Collective, ctx: Any, operand: Any, *, optio
     (given,) = ctx.avals_in
     result = collective.twin.abstract_eval(given, **params)[0]
     attributes = primitives.call_attributes(collective, ctx, given, result, options, params)
+    name = f"{collective.twin.name}_start"
     if attributes is None:
-        raise NotImplementedError(f"{collective.kind}_start(staged=True) of {given.str_short()}, of which nothing moves: leave staged out")
-    primitives.refuse_automatic_axes(ctx, f"{collective.twin.name}_start")
+        data = result if given is core.abstract_token else given
+        raise NotImplementedError(f"{name}(staged=True) of {data.str_short()}, of which nothing moves: leave staged out")
+    if collective.kind == "recv":
+        primitives.check_sender(ctx, operand, attributes)
+    primitives.refuse_automatic_axes(ctx, name)
     return ffi_lowering(STAGED_START_TARGET, has_side_effect=True)(ctx, operand, **attributes)
 
 

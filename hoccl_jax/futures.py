@@ -103,8 +103,9 @@ class Future:
 
     `done()` must be called exactly once, in the function that called the start: XLA knows nothing of the transfer, and whatever makes it
     copy or free the buffers in between breaks it. So a future may not be returned from `jax.jit`, nor be an argument of one, nor be carried
-    through `scan`, `while_loop`, `fori_loop` or `cond`. It may be made and used inside any of these, and inside `jax.checkpoint`,
-    `jax.grad` and `jax.vmap`. Where a future goes wrong is mostly found when the program is compiled, in any case when it runs:
+    through `scan`, `while_loop`, `fori_loop` or `cond`. It may be made and used inside any of these, and, but for messages, inside
+    `jax.checkpoint`, `jax.grad` and `jax.vmap`. Where a future goes wrong is mostly found when the program is compiled, in any case when
+    it runs:
 
     - one that comes from another compiled function: ValueError at compilation;
     - one that is used twice: ValueError at tracing or compilation, or an error of the program;
@@ -140,7 +141,8 @@ class Future:
         """
         self._use()
         leaves = [_done(self._call, started, aval) for started, aval in zip(self._pending, self._types, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
+        result = jax.tree.unflatten(self._structure, leaves)
+        return primitives.received(result, self._call.arguments[1]) if self._call.function is parallel.precv else result
 
     def _use(self) -> None:
         if self._used:
@@ -226,6 +228,8 @@ def overlap(future: Any, function: Callable[..., Any], *arguments: Any) -> tuple
       (the result of the transfer, or a pytree of results; the result of the function).
     """
     futures, structure = jax.tree.flatten(future, is_leaf=lambda node: isinstance(node, Future))
+    if wrong := [each for each in futures if not isinstance(each, Future)]:
+        raise TypeError(f"overlap: future must be a Future, or a pytree of them, got {type(wrong[0]).__name__}")
     for each in futures:
         each._use()
     futures, arguments = barrier((futures, arguments))
@@ -316,8 +320,10 @@ def precv_start(
     done() comes after all psends that have been traced before it in the same function (jit, loop body, branch). A psend of another
     function, and for a staged future any psend, must come before the start, which is what its token given as `token` says.
 
-    There is no differentiation: what is received is a constant. ValueError: as `precv`.
+    There is no differentiation: what is received is a constant, and operands of messages go through jax.lax.stop_gradient. TypeError,
+    ValueError: as `precv`; a staged receive takes no psend that is traced after it.
     """
+    primitives.check_tokens("precv_start", token)
     like = jax.ShapeDtypeStruct(out_shape.shape, out_shape.dtype)
     _refuse_keys(parallel.precv, core.ShapedArray(like.shape, like.dtype))
     return _start(parallel.precv, priority, staged, token, like, axis_name, perm)

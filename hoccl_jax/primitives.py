@@ -24,7 +24,7 @@ from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax import parallel
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import func, hlo, sdy
-from jax._src.mesh import Mesh
+from jax._src.mesh import Mesh, get_abstract_mesh
 from jax.extend.core import Primitive
 
 from hoccl_jax import runtime
@@ -434,6 +434,26 @@ def _attributes_behind(token: ir.Value) -> Any:
     if call is not None and target_of(call) == DONE_TARGET:  # of a psend_start
         call = operation_of(origin(call.operands[0]))
     return None if call is None or target_of(call) not in (TARGET, START_TARGET) else call.attributes["mhlo.backend_config"]
+
+
+def check_tokens(name: str, token: Any) -> None:
+    """TypeError unless `token` is one, or a pytree of them."""
+    leaves = jax.tree.leaves(token)
+    wrong = [leaf for leaf in leaves if core.typeof(leaf) is not core.abstract_token]
+    if wrong or not leaves:
+        got = core.typeof(wrong[0]).str_short() if wrong else repr(token)
+        raise TypeError(f"{name}: token must be one that psend, psend_start(...).done() or jax.lax.create_token() gives, got {got}")
+
+
+def received(tree: Any, axis_name: Any) -> Any:
+    """What a precv gives, under check_vma: its type says that ranks have different values, which that of jax.lax leaves out."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    manual = get_abstract_mesh().manual_axes
+
+    def leaf(value: Any) -> Any:
+        return core.pvary(value, tuple(name for name in names if name in manual and name not in core.typeof(value).mat.varying))
+
+    return jax.tree.map(leaf, tree)
 
 
 def check_sender(ctx: Any, token: Any, attributes: Params) -> None:

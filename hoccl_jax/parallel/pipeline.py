@@ -53,8 +53,8 @@ def apply(stage: Stage, params: Any, microbatches: Any, *, axis_name: Any, overl
     """
     ring = _Ring.of(axis_name, params, microbatches, ppermute)
     params, microbatches = ring.varying((params, microbatches))
-    _check_stage(stage, params, jax.tree.map(lambda leaf: leaf[0], microbatches))
     count = _count(microbatches)
+    _check_stage(stage, params, jax.tree.map(lambda leaf: leaf[0], microbatches))
     hop = 2 if overlap else 1
     nothing = jax.tree.map(lambda leaf: ring.zeros(core.typeof(leaf[0])), microbatches)
 
@@ -128,6 +128,7 @@ def loss(
     functions = _Functions(enter, stage, leave)
     # From here on all values vary over the same axes, so the sums of gradients that this brings about stand outside of the loop.
     params, microbatches = ring.varying((params, microbatches))
+    _count(microbatches)
     microbatch = jax.tree.map(lambda leaf: leaf[0], microbatches)
     activations = jax.eval_shape(enter, params, microbatch)
     _check_stage(stage, params, activations)
@@ -172,16 +173,18 @@ class _Ring(NamedTuple):
 
     axis_name: Any
     size: int
-    stage: jax.Array
     axes: tuple[Any, ...]  # over which all values are to vary, under check_vma
     ppermute: Permute | None
 
     @classmethod
     def of(cls, axis_name: Any, params: Any, microbatches: Any, ppermute: Permute | None) -> _Ring:
-        stage = lax.axis_index(axis_name)
-        values = [stage, *jax.tree.leaves((params, microbatches))]
+        values = [lax.axis_index(axis_name), *jax.tree.leaves((params, microbatches))]
         axes = frozenset[Any]().union(*(core.typeof(value).mat.varying for value in values))
-        return cls(axis_name, lax.axis_size(axis_name), stage, tuple(sorted(axes, key=str)), ppermute)
+        return cls(axis_name, lax.axis_size(axis_name), tuple(sorted(axes, key=str)), ppermute)
+
+    @property
+    def stage(self) -> jax.Array:
+        return lax.axis_index(self.axis_name)  # each time anew: rules of differentiation may hold no traced value of their surroundings
 
     @property
     def first(self) -> jax.Array:
@@ -224,7 +227,7 @@ class _Ring(NamedTuple):
 
 
 def _count(microbatches: Any) -> int:
-    counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(microbatches)}
+    counts = {leaf.shape[0] if jnp.ndim(leaf) else 0 for leaf in jax.tree.leaves(microbatches)}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"microbatches must be arrays [microbatches, ...] with one and the same number of them, got {sorted(counts)}")
     return counts.pop()

@@ -600,3 +600,58 @@ def test_a_mesh_axis_that_is_left_to_xla_is_an_error(staged: bool) -> None:
     refused("psend", lambda x: lax.optimization_barrier((hoccl_jax.psend_start(x, "x", swap).done(), x))[1])
     refused("precv", lambda x: hoccl_jax.precv_start(lax.create_token(), x, "x", swap, staged=staged).done())
     refused("psend", lambda x: hoccl_jax.precv(hoccl_jax.psend(x, "x", swap), x, "x", swap))
+
+
+def test_what_is_received_varies() -> None:
+    """Its type under check_vma says so, and gradients beside it are right: a message is a constant, one of each rank's own."""
+
+    def received(x: jax.Array) -> jax.Array:
+        return hoccl_jax.precv(hoccl_jax.psend(x, "x", _RING), x, "x", _RING)
+
+    def received_by_halves(x: jax.Array) -> jax.Array:
+        return hoccl_jax.precv_start(hoccl_jax.psend(x, "x", _RING), x, "x", _RING).done()
+
+    x = np.arange(8.0, dtype=np.float32).reshape(8, 1)
+    for function in (received, received_by_halves):
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.jit(jax.shard_map(function, mesh=mesh(), in_specs=P("x"), out_specs=P()))(x)
+
+        def loss(w: jax.Array, x: jax.Array, function: Callable[[jax.Array], jax.Array] = function) -> jax.Array:
+            def body(w: jax.Array, x: jax.Array) -> jax.Array:
+                return lax.psum(function(lax.stop_gradient(x)).sum() * w, "x")
+
+            return jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("x")), out_specs=P())(w, x)
+
+        assert jax.jit(jax.grad(loss))(2.0, x) == x.sum()
+
+
+def test_tokens_that_are_none() -> None:
+    like = jax.ShapeDtypeStruct((2,), np.float32)
+
+    def with_token(receive: Callable[..., Any], token: Callable[[jax.Array], Any]) -> None:
+        jax.jit(jax.shard_map(lambda x: receive(token(x), like, "x", _RING), mesh=mesh(), in_specs=P("x"), out_specs=P("x")))(
+            np.ones(8, np.float32)
+        )
+
+    def start(*arguments: Any) -> Any:
+        return hoccl_jax.precv_start(*arguments).done()
+
+    for receive in (hoccl_jax.precv, start):
+        for token, got in (
+            (lambda x: None, "got None"),
+            (lambda x: x, r"got float32\[2\]"),
+            (lambda x: hoccl_jax.psend_start(x, "x", _RING), "got u?int8"),
+        ):
+            with pytest.raises(TypeError, match=f"precv.*: token must be one that psend.* {got}"):
+                with_token(receive, token)
+    with pytest.raises(TypeError, match="overlap: future must be a Future"):
+        hoccl_jax.overlap(np.ones(3), np.negative, np.ones(3))
+
+
+def test_a_staged_receive_of_another_shape_than_its_psend_is_an_error() -> None:
+    def body(x: jax.Array) -> jax.Array:
+        other = jax.ShapeDtypeStruct((3, 1), x.dtype)
+        return hoccl_jax.precv_start(hoccl_jax.psend(x, "x", _RING), other, "x", _RING, staged=True).done()
+
+    with pytest.raises(ValueError, match=r"precv: out_shape is float32\[3, 1\], but the psend of its token sends float32\[2, 1\]"):
+        jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("x"), out_specs=P("x")))(np.ones((8, 1), np.float32))

@@ -192,6 +192,22 @@ def test_errors_name_the_argument() -> None:
     microbatches["weight"] = microbatches["weight"][:2]
     with pytest.raises(ValueError, match=r"microbatches must be arrays .* got \[2, 3\]"):
         run()
+    microbatches = jax.tree.map(lambda leaf: leaf[:0], operands(2, 3)[1])
+    with pytest.raises(ValueError, match=r"microbatches must be arrays .* got \[0\]"):
+        run()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gradients_from_outside_of_a_jitted_program(schedule: Any) -> None:
+    params, microbatches = operands(2, 3)
+
+    def summed(params: Any, microbatches: Any) -> jax.Array:
+        return lax.psum(pipelined(params, microbatches, schedule=schedule), "stage")
+
+    program = jax.jit(jax.shard_map(summed, mesh=mesh(2), in_specs=(_PARAM_SPECS, P()), out_specs=P()))
+    wanted = jax.grad(one_after_the_other)(params, microbatches)
+    found = jax.grad(program)(params, microbatches)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
