@@ -141,7 +141,8 @@ def psend(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, prior
 
 
 def precv(token: Any, out_shape: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Any:
-    """Receives what a `psend` of the same `axis_name` and `perm` sends; zeros on ranks that are no destination.
+    """Receives what a `psend` of the same `axis_name` and `perm` sends; zeros on ranks that are no destination. Under check_vma the
+    result varies over `axis_name`.
 
     Args:
       token: of the psend, or any other token that orders it. A pytree of tokens receives as often.

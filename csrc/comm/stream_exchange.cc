@@ -4,8 +4,6 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 #include <utility>
 
 #include "csrc/base/spin.h"

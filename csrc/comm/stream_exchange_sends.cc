@@ -77,7 +77,7 @@ Result<StagingBuffer> StreamExchange::TakeStaging(Device* device, int64_t bytes)
   return device->staging->Take(wanted);
 }
 
-// The copy stands in the receiver's stream; left to the executor it could hang, as own slices could.
+// The copy stands in the receiver's stream: what stays on the device is not the executor's, which has another context.
 Status StreamExchange::ReceiveFromItself(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers) {
   Ticket full;
   Ticket free;

@@ -100,10 +100,11 @@ class PushExecutor {
 
   Result<cuda::CopyStream*> StreamTo(int64_t receiver, bool background);
   Status Start(const Push& push);
-  // With mutex_ held:
-  void ForgetArrived();
+  void ForgetArrived();  // with mutex_ held
+  // By the stepping thread, with mutex_ held:
   bool IsForegroundToCome() const;
   bool IsForegroundActive() const;
+
   bool AdmitBackground();
   Status StepBackground(bool* progress);
   Status StartPiece(Piecewise* piecewise, const cuda::CopyStream& stream);
