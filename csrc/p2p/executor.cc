@@ -1,19 +1,38 @@
 #include "csrc/p2p/executor.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <tuple>
 #include <utility>
 
-#include "csrc/device/host/host_copy.h"
 #include "csrc/device/host/process_memory.h"
 
 namespace hoccl {
 namespace {
 
-// From this size on the result does not fit the cache beside the program's own data, so caching it gains nothing.
-constexpr int64_t kStreamedBytes = 1 << 20;
 constexpr int64_t kHugePageBytes = 4 << 20;
+
+// Offers the core between chunks to a thread of the program that wants to post, and would otherwise wait out the copy thread's time slice.
+// Where others compute all the time, such a turn lasts a slice of theirs. Then it is not offered again for so long that it hardly counts.
+class Turns {
+  using Clock = std::chrono::steady_clock;
+
+ public:
+  void Offer() {
+    const Clock::time_point begin = Clock::now();
+    if (begin < next_) return;
+    ::sched_yield();
+    const Clock::time_point end = Clock::now();
+    if (end - begin > kLong) next_ = end + kPause * (end - begin);
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds kLong{1};
+  static constexpr int kPause = 20;  // times what the turn took
+
+  Clock::time_point next_;
+};
 
 }  // namespace
 
@@ -39,39 +58,43 @@ void Transfer::Start(const Source& source, std::byte* dst, std::span<const Strid
   for (const StridedCopy& copy : copies) bytes_ += copy.bytes();
 }
 
-Status Transfer::CopyChunk(int64_t index) { return batch_.empty() ? CopyPiece(chunks_.chunk(index), streaming()) : CopyAll(); }
+Status Transfer::CopyChunk(int64_t index) { return batch_.empty() ? CopyPiece(chunks_.chunk(index), stores()) : CopyAll(); }
 
 Status Transfer::CopyAll() {
-  if (batch_.empty()) return CopyPiece(copy_, false);
-  for (const StridedCopy& copy : batch_) HOCCL_RETURN_IF_ERROR(CopyPiece(copy, false));
+  if (batch_.empty()) return CopyPiece(copy_, Stores::kCached);
+  for (const StridedCopy& copy : batch_) HOCCL_RETURN_IF_ERROR(CopyPiece(copy, Stores::kCached));
   return {};
 }
 
-Status Transfer::CopyPiece(const StridedCopy& piece, bool streaming) {
+Status Transfer::CopyPiece(const StridedCopy& piece, Stores stores) {
   if (piece.bytes() == 0) return {};
   if (source_.process != 0) return ReadProcessMemory(source_.process, dst_, source_.address, piece);
-  CopyStrided(dst_, source_.local, piece, streaming ? Stores::kStreaming : Stores::kCached);
+  CopyStrided(dst_, source_.local, piece, stores);
   return {};
 }
 
-void Transfer::CopyFrom(const Transfer& leader, int64_t index) {
+void Transfer::CopyAfter(const Transfer& leader, int64_t index) {
   StridedCopy piece = chunks_.chunk(index);
-  const StridedCopy from = leader.chunks_.chunk(index);
-  piece.src_offset = from.dst_offset;
-  piece.src_row_pitch = from.dst_row_pitch;
-  piece.src_plane_pitch = from.dst_plane_pitch;
-  CopyStrided(dst_, leader.dst_, piece, streaming() ? Stores::kStreaming : Stores::kCached);
+  const std::byte* from = source_.local;
+  if (source_.process != 0) {
+    const StridedCopy there = leader.chunks_.chunk(index);
+    piece.src_offset = there.dst_offset;
+    piece.src_row_pitch = there.dst_row_pitch;
+    piece.src_plane_pitch = there.dst_plane_pitch;
+    from = leader.dst_;
+  }
+  CopyStrided(dst_, from, piece, stores());
 }
 
-bool Transfer::SharesRemoteSource(const Transfer& other) const {
+bool Transfer::SharesSource(const Transfer& other) const {
   const auto geometry = [](const StridedCopy& c) {
     return std::tuple(c.src_offset, c.row_bytes, c.rows, c.src_row_pitch, c.planes, c.src_plane_pitch);
   };
-  return source_.process != 0 && batch_.empty() && other.batch_.empty() && source_.process == other.source_.process &&
-         source_.address == other.source_.address && geometry(copy_) == geometry(other.copy_);
+  return batch_.empty() && other.batch_.empty() && source_.process == other.source_.process && source_.address == other.source_.address &&
+         source_.local == other.source_.local && geometry(copy_) == geometry(other.copy_);
 }
 
-bool Transfer::streaming() const { return batch_.empty() && bytes_ >= kStreamedBytes; }
+Stores Transfer::stores() const { return batch_.empty() ? StoresFor(bytes_) : Stores::kCached; }
 
 Executor::Executor(const ExecutorOptions& options) : options_(options), gate_(options.background_patience) {
   for (int i = 0; i < options.copy_threads; ++i) threads_.emplace_back([this, i] { Run(i); });
@@ -106,9 +129,9 @@ void Executor::Submit(Transfer* transfer) {
   {
     std::lock_guard lock(mutex_);
     std::vector<Transfer*>& ring = (transfer->background_ ? background_ : foreground_).transfers;
-    // A latecomer joins at the chunk that the others have reached, so that it can share their reads from there on.
+    // A latecomer joins at the chunk that the others have reached, so that it reads with them from there on.
     for (const Transfer* other : ring) {
-      if (!transfer->SharesRemoteSource(*other)) continue;
+      if (!transfer->SharesSource(*other)) continue;
       transfer->first_ = other->next_chunk();
       break;
     }
@@ -130,7 +153,7 @@ void Executor::Take(Ring* ring, Chunk* chunk) {
   chunk->index = leader->next_chunk();
   chunk->followers.clear();
   for (Transfer* other : transfers) {
-    if (other != leader && other->SharesRemoteSource(*leader) && other->next_chunk() == chunk->index) {
+    if (other != leader && other->SharesSource(*leader) && other->next_chunk() == chunk->index) {
       ++other->next_;
       chunk->followers.push_back(other);
     }
@@ -194,7 +217,7 @@ int Executor::Copy(const Chunk& chunk) {
   if (traced) record(*leader);
   int ended = 0;
   for (Transfer* follower : chunk.followers) {
-    if (status.ok()) follower->CopyFrom(*leader, chunk.index);
+    if (status.ok()) follower->CopyAfter(*leader, chunk.index);
     if (traced) record(*follower);
     ended += EndChunk(follower, status);
   }
@@ -216,6 +239,7 @@ void Executor::Run(int lane) {
   pthread_setname_np(pthread_self(), "hoccl-copy");
   Trace::SetLane(lane);
   Chunk chunk;
+  Turns turns;
   std::unique_lock lock(mutex_);
   for (;;) {
     if (!TakeChunk(&chunk)) {
@@ -230,6 +254,7 @@ void Executor::Run(int lane) {
     lock.unlock();
     const bool foreground = !chunk.transfer->background_;  // so are the followers: they are of the same ring
     int ended = Copy(chunk);
+    turns.Offer();
     lock.lock();
     for (; foreground && ended > 0; --ended) EndForeground();
   }

@@ -14,6 +14,7 @@
 #include "csrc/base/strided_copy.h"
 #include "csrc/base/trace.h"
 #include "csrc/device/copy.h"
+#include "csrc/device/host/host_copy.h"
 
 namespace hoccl {
 
@@ -65,15 +66,16 @@ class Transfer {
 
   // These copy and are called from any thread: chunk `index`, one piece, or everything.
   Status CopyChunk(int64_t index);
-  Status CopyPiece(const StridedCopy& piece, bool streaming);
+  Status CopyPiece(const StridedCopy& piece, Stores stores);
   Status CopyAll();
   int64_t ChunkBytes(int64_t index) const { return batch_.empty() ? chunks_.chunk(index).bytes() : bytes_; }
-  // Copies chunk `index` from where `leader`, which reads the same bytes, has just written it.
-  void CopyFrom(const Transfer& leader, int64_t index);
+  // Copies chunk `index`, which `leader`, that reads the same bytes, has just brought into the cache. Those of another process are taken
+  // from where the leader has written them.
+  void CopyAfter(const Transfer& leader, int64_t index);
 
   // Do both read the same bytes of the same process, in the same chunks?
-  bool SharesRemoteSource(const Transfer& other) const;
-  bool streaming() const;
+  bool SharesSource(const Transfer& other) const;
+  Stores stores() const;
   int64_t chunks() const { return batch_.empty() ? chunks_.chunks() : 1; }
   bool has_chunks_left() const { return next_ < chunks(); }
   int64_t next_chunk() const { return (first_ + next_) % chunks(); }

@@ -3,6 +3,7 @@
 #define HOCCL_DEVICE_HOST_HOST_COPY_H_
 
 #include <cstddef>
+#include <cstdint>
 
 #include "csrc/base/strided_copy.h"
 
@@ -12,6 +13,10 @@ namespace hoccl {
 // transfers larger than the cache, and leave the source of an all-gather in the cache for its other receivers. Small results, which the
 // program reads next, go through the cache.
 enum class Stores { kCached, kStreaming };
+
+// For a transfer of so many bytes: from 1 MiB on the result does not fit the cache beside the program's own data, so caching it gains
+// nothing.
+constexpr Stores StoresFor(int64_t bytes) { return bytes >= 1 << 20 ? Stores::kStreaming : Stores::kCached; }
 
 void CopyStrided(std::byte* dst, const std::byte* src, const StridedCopy& copy, Stores stores);
 
