@@ -116,6 +116,13 @@ class Config:
         _integer(0, 1 << 40),
         "Copies of at most so many bytes are done by the thread that posts the operation.",
     )
+    posted_bytes: int = _setting(
+        "HOCCL_POSTED_BYTES",
+        4 << 10,
+        _integer(0, 64 << 10),
+        "What an operation on CPU devices has for another process of the host goes there with its announcement if it is at most so many "
+        "bytes, and is read by the receiver if it is more.",
+    )
     background_patience_ms: int = _setting(
         "HOCCL_BACKGROUND_PATIENCE_MS",
         5,

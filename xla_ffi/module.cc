@@ -69,6 +69,7 @@ void Start(const nb::dict& config, int process_index, int process_count,
   options.copy_threads = Setting(config, "copy_threads", options.copy_threads);
   options.chunk_bytes = Setting(config, "chunk_bytes", options.chunk_bytes);
   options.inline_bytes = Setting(config, "inline_bytes", options.inline_bytes);
+  options.posted_bytes = Setting(config, "posted_bytes", options.posted_bytes);
   options.huge_pages = Setting(config, "huge_pages", options.huge_pages);
   options.background_patience = std::chrono::milliseconds(Setting<int64_t>(config, "background_patience_ms", 5));
   options.cross_memory = ParseCrossMemory(Setting<std::string>(config, "cross_memory", "auto"));

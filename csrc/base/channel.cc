@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <cerrno>
 #include <cstring>
 
@@ -20,7 +21,10 @@ bool IsTemporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 }  // namespace
 
 SendOutcome Channel::Send(std::span<const std::byte> message, int fd, std::span<const std::byte> data) {
-  return network_ ? SendFrame(message, data) : SendMessage(socket_, message, fd);
+  if (network_) return SendFrame(message, data);
+  assert(data.size() <= kMostLocalData);
+  const Head head{.message_bytes = static_cast<uint32_t>(message.size()), .data_bytes = static_cast<uint32_t>(data.size())};
+  return SendMessage(socket_, {std::as_bytes(std::span(&head, 1)), message, data}, fd);
 }
 
 SendOutcome Channel::SendFrame(std::span<const std::byte> message, std::span<const std::byte> data) {
@@ -61,7 +65,30 @@ SendOutcome Channel::Flush() {
 }
 
 ReceiveOutcome Channel::Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data, const Place& place) {
-  return network_ ? ReceiveFrame(buffer, size, data, place) : ReceiveMessage(socket_, buffer, size, fd);
+  return network_ ? ReceiveFrame(buffer, size, data, place) : ReceivePacket(buffer, size, fd, data);
+}
+
+ReceiveOutcome Channel::ReceivePacket(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data) {
+  if (received_.empty()) received_.resize(sizeof(Head) + buffer.size() + kMostLocalData);
+  size_t there = 0;
+  const ReceiveOutcome outcome = ReceiveMessage(socket_, received_, &there, fd);
+  if (outcome != ReceiveOutcome::kReceived) return outcome;
+  Head head;
+  if (there < sizeof(head)) return ReceiveOutcome::kPeerGone;
+  std::memcpy(&head, received_.data(), sizeof(head));
+  const std::span<const std::byte> body = std::span(received_).subspan(sizeof(head), there - sizeof(head));
+  if (!MayCome(head, buffer.size(), kMostLocalData) || body.size() != size_t{head.message_bytes} + head.data_bytes)
+    return ReceiveOutcome::kPeerGone;
+  *size = head.message_bytes;
+  std::ranges::copy(body.first(head.message_bytes), buffer.begin());
+  data->bytes.Resize(head.data_bytes);
+  std::ranges::copy(body.subspan(head.message_bytes), data->bytes.data());
+  return ReceiveOutcome::kReceived;
+}
+
+// No peer of this version sends another head.
+bool Channel::MayCome(const Head& head, size_t most, size_t most_data) const {
+  return head.message_bytes > 0 && head.message_bytes <= most && head.data_bytes <= (data_allowed_ ? most_data : 0);
 }
 
 ReceiveOutcome Channel::ReceiveFrame(std::span<std::byte> buffer, size_t* size, MessageData* data, const Place& place) {
@@ -103,9 +130,7 @@ ReceiveOutcome Channel::TakeMessage(size_t most, const Place& place) {
   const size_t there = end_ - begin_;
   if (there >= sizeof(head)) {
     std::memcpy(&head, received_.data() + begin_, sizeof(head));
-    // No peer of this version sends such a head.
-    if (head.message_bytes == 0 || head.message_bytes > most || head.data_bytes > (data_allowed_ ? kMostData : 0))
-      return ReceiveOutcome::kPeerGone;
+    if (!MayCome(head, most, kMostData)) return ReceiveOutcome::kPeerGone;
     if (there >= sizeof(head) + head.message_bytes) {
       const auto start = received_.begin() + static_cast<std::ptrdiff_t>(begin_ + sizeof(head));
       message_.assign(start, start + head.message_bytes);

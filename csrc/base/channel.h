@@ -1,5 +1,6 @@
-// A connection that carries whole messages: a local socket inside a host, a TCP connection, on which a head precedes each message, between
-// hosts. Over the latter a message may bring data along, which is received straight into where it stays.
+// A connection that carries whole messages: a local socket inside a host, a TCP connection between hosts. On both a head precedes each
+// message, and a message may bring data along: a little inside a host, as much as one likes between hosts, where it is received straight
+// into where it stays.
 #ifndef HOCCL_BASE_CHANNEL_H_
 #define HOCCL_BASE_CHANNEL_H_
 
@@ -35,8 +36,10 @@ class Channel {
   int fd() const { return socket_.get(); }
   bool over_network() const { return network_; }
 
-  // As SendMessage. kSent: the message is on its way, or a rest of it stays here until Flush. `fd`: on local channels only; `data`: on the
-  // others only.
+  // What a message may bring on a local channel: all of it has to fit into one packet.
+  static constexpr size_t kMostLocalData = 64 << 10;
+
+  // As SendMessage. kSent: the message is on its way, or a rest of it stays here until Flush. `fd`: on local channels only.
   SendOutcome Send(std::span<const std::byte> message, int fd = -1, std::span<const std::byte> data = {});
   // Is there such a rest?
   bool has_unsent() const { return unsent_at_ < unsent_.size(); }
@@ -46,7 +49,7 @@ class Channel {
   // Until then a peer that sends data with a message is taken for gone.
   void AllowData() { data_allowed_ = true; }
 
-  // As ReceiveMessage.
+  // As ReceiveMessage. `place`: asked on connections between hosts only.
   ReceiveOutcome Receive(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data, const Place& place);
 
  private:
@@ -57,6 +60,8 @@ class Channel {
 
   Channel(UniqueFd socket, bool network) : socket_(std::move(socket)), network_(network) {}
 
+  bool MayCome(const Head& head, size_t most, size_t most_data) const;
+  ReceiveOutcome ReceivePacket(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data);
   SendOutcome SendFrame(std::span<const std::byte> message, std::span<const std::byte> data);
   ReceiveOutcome ReceiveFrame(std::span<std::byte> buffer, size_t* size, MessageData* data, const Place& place);
   // Takes the next message out of what has been received, into `message_`. kWouldBlock: it isn't there yet.
@@ -70,7 +75,7 @@ class Channel {
   std::vector<std::byte> unsent_;
   size_t unsent_at_ = 0;
 
-  std::vector<std::byte> received_;  // of fixed size; what is in it lies between ...
+  std::vector<std::byte> received_;  // of fixed size; between hosts what is in it lies between ...
   size_t begin_ = 0;
   size_t end_ = 0;
   std::vector<std::byte> message_;  // empty: none is there whose data is yet to come

@@ -3,6 +3,8 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <array>
+#include <cassert>
 #include <cerrno>
 #include <cstring>
 
@@ -65,11 +67,12 @@ Result<UniqueFd> ConnectLocal(const std::string& name) {
   return socket;
 }
 
-SendOutcome SendMessage(const UniqueFd& socket, std::span<const std::byte> message, int fd) {
-  iovec data{const_cast<std::byte*>(message.data()), message.size()};
+SendOutcome SendMessage(const UniqueFd& socket, std::initializer_list<std::span<const std::byte>> parts, int fd) {
+  std::array<iovec, 3> vectors;
+  assert(parts.size() <= vectors.size());
   msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
+  header.msg_iov = vectors.data();
+  for (const std::span<const std::byte> part : parts) vectors[header.msg_iovlen++] = {const_cast<std::byte*>(part.data()), part.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   if (fd >= 0) {
     header.msg_control = control;

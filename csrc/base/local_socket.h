@@ -4,6 +4,7 @@
 #define HOCCL_BASE_LOCAL_SOCKET_H_
 
 #include <cstddef>
+#include <initializer_list>
 #include <span>
 #include <string>
 
@@ -23,8 +24,8 @@ Result<UniqueFd> ConnectLocal(const std::string& name);
 
 enum class SendOutcome { kSent, kWouldBlock, kPeerGone };
 
-// Sends one message, with a descriptor beside it when `fd` >= 0.
-SendOutcome SendMessage(const UniqueFd& socket, std::span<const std::byte> message, int fd = -1);
+// Sends one message, of one part or several (at most three), with a descriptor beside it when `fd` >= 0.
+SendOutcome SendMessage(const UniqueFd& socket, std::initializer_list<std::span<const std::byte>> parts, int fd = -1);
 
 enum class ReceiveOutcome { kReceived, kWouldBlock, kPeerGone };
 

@@ -68,14 +68,15 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
 Status Rendezvous::ShareOperand(const PostRequest& request, int64_t* segment) {
   const std::vector<int>& readers = request.plan->ranks[request.rank].readers;
   const bool readable = std::all_of(readers.begin(), readers.end(), [&](int process) {
-    return services_.proxy->CanReadUs(process) || services_.proxy->ByNetwork(process);
+    return services_.proxy->CanReadUs(process) || services_.proxy->ByNetwork(process) ||
+           DataFor(*request.plan, request.rank, process) != nullptr;
   });
   if (readable || !SidesOf(request.plan->call->operation.kind).sends) return {};
   const int64_t bytes = request.plan->call->operation.OperandBytes();
   Result<int64_t> offset = services_.segment->Allocate(bytes);
   if (!offset.ok()) return offset.status();
   *segment = *offset;
-  CopyStrided(services_.segment->at(*offset), request.operand, {.row_bytes = bytes}, Stores::kCached);
+  CopyStrided(services_.segment->at(*offset), request.operand, {.row_bytes = bytes}, StoresFor(bytes));
   return {};
 }
 

@@ -56,7 +56,8 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
     Trace* trace = nullptr;
     std::chrono::milliseconds timeout{300'000};
     std::chrono::milliseconds tick{1000};  // how often deadlines are looked at
-    int64_t posted_bytes = 0;              // what goes to a process of another host together with the post, if it is no more
+    int64_t posted_bytes = 0;              // what goes to a process of this host together with the post, if it is no more
+    int64_t network_posted_bytes = 0;      // to one of another host
   };
 
   explicit Rendezvous(const Services& services);

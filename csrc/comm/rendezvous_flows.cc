@@ -13,6 +13,7 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
   const Flow& flow = meeting->plan->call->flows[index];
   LocalPost* receiver = ReceiverOf(meeting, flow.dst);
   Source source;
+  bool packed = false;
   if (LocalPost* sender = SenderOf(meeting, flow.src); sender != nullptr) {
     source.local = sender->operand;
     ++sender->active;
@@ -20,7 +21,8 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
     RemotePost& remote = meeting->slots[flow.src].remote;
     if (remote.withdrawn) return;
     source = remote.source;
-    if (remote.with_data) source.local = remote.data.bytes.data();
+    packed = remote.with_data;
+    if (packed) source.local = remote.data.bytes.data();
     ++remote.active;
   }
   ++receiver->active;
@@ -29,7 +31,6 @@ void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
   // Flows are ordered by destination.
   const bool known = receiver->copies.empty();
   const StridedCopy& plain = known ? flow.copy : receiver->copies[index - meeting->plan->ranks[flow.dst].in.front()];
-  const bool packed = source.sender >= 0 && source.local != nullptr;
   const StridedCopy copy = packed ? meeting->plan->PostedTo(flow.src, services_.process)->Unpack(index, plain) : plain;
   transfer->Start(source, receiver->result, copy, meeting->plan->call->operation.priority == Priority::kBackground, this);
   if (services_.trace->on()) {

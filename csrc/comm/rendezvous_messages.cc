@@ -59,6 +59,8 @@ void Rendezvous::OnPost(int process, const Message& message, MessageData data, A
   remote.brought = message.GetText();
   if (services_.proxy->ByNetwork(process)) {
     remote.source = {.address = message.address, .sender = process};
+  } else if (remote.with_data) {
+    remote.source = {};
   } else if (services_.proxy->CanRead(process)) {
     remote.source = {.process = services_.proxy->Pid(process), .address = message.address};
   } else if (message.segment >= 0) {

@@ -17,13 +17,15 @@ void Rendezvous::OnProcessConnected(int process) {
   if (services_.proxy->ByNetwork(process)) services_.remote->Connect(process);
 }
 
-// What the post brings to a process of another host; null: it fetches the bytes.
+// What the post brings to another process; null: it fetches the bytes.
 const PostedData* Rendezvous::DataFor(const GroupPlan& plan, int rank, int process) const {
-  const PostedData* data = services_.proxy->ByNetwork(process) ? plan.PostedTo(rank, process) : nullptr;
+  const PostedData* data = plan.PostedTo(rank, process);
+  if (data == nullptr || data->bytes == 0) return nullptr;
+  if (!services_.proxy->ByNetwork(process)) return data->bytes <= services_.posted_bytes ? data : nullptr;
   // What is in the background must not keep others' posts waiting behind it.
   const bool background = plan.call->operation.priority == Priority::kBackground;
-  const int64_t most = background ? std::min(kMostBackground, services_.posted_bytes) : services_.posted_bytes;
-  return data != nullptr && data->bytes > 0 && data->bytes <= most ? data : nullptr;
+  const int64_t most = background ? std::min(kMostBackground, services_.network_posted_bytes) : services_.network_posted_bytes;
+  return data->bytes <= most ? data : nullptr;
 }
 
 // Into the result, if its rank is here already and takes the data as it comes.

@@ -155,16 +155,18 @@ Result<std::unique_ptr<World>> World::Start(const WorldOptions& options) {
                                                                   .allocate_slots = std::move(allocate_slots),
                                                                   .trace = &world->trace_},
                                                 MakeTransportFactory(options.network, *listen_address), world->executor_.get());
-  world->rendezvous_ = std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
-                                                                         .executor = world->executor_.get(),
-                                                                         .remote = world->remote_.get(),
-                                                                         .proxy = world->proxy_.get(),
-                                                                         .segment = &world->segment_,
-                                                                         .statistics = &world->statistics_,
-                                                                         .trace = &world->trace_,
-                                                                         .timeout = options.timeout,
-                                                                         .tick = TickFor(options.timeout),
-                                                                         .posted_bytes = options.network.posted_bytes});
+  world->rendezvous_ =
+      std::make_unique<Rendezvous>(Rendezvous::Services{.process = options.process,
+                                                        .executor = world->executor_.get(),
+                                                        .remote = world->remote_.get(),
+                                                        .proxy = world->proxy_.get(),
+                                                        .segment = &world->segment_,
+                                                        .statistics = &world->statistics_,
+                                                        .trace = &world->trace_,
+                                                        .timeout = options.timeout,
+                                                        .tick = TickFor(options.timeout),
+                                                        .posted_bytes = std::min<int64_t>(options.posted_bytes, Channel::kMostLocalData),
+                                                        .network_posted_bytes = options.network.posted_bytes});
   world->remote_->SetControl(world->rendezvous_.get());
   std::vector<ProxyListener*> listeners = {world->rendezvous_.get()};
   if (!cuda_devices.empty()) {

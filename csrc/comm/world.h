@@ -40,7 +40,7 @@ struct NetworkOptions {
   int lanes = 2;                   // connections that carry data to each process
   int64_t chunk_bytes = 1 << 20;   // of a write
   int in_flight = 8;               // writes to each process at a time
-  int64_t posted_bytes = 4 << 20;  // what goes to a process together with the post, if it is no more
+  int64_t posted_bytes = 4 << 20;  // as below, to a process of another host
   bool always_stage = false;       // through staging buffers even where memory needs none
   bool between_nodes = false;      // between processes of one host too, when they belong to different nodes
   std::chrono::milliseconds heartbeat_timeout{30'000};
@@ -55,6 +55,7 @@ struct WorldOptions {
   int copy_threads = 0;  // 0: one for each core this process may use, at most 8
   int64_t chunk_bytes = 256 << 10;
   int64_t inline_bytes = 32 << 10;
+  int64_t posted_bytes = 4 << 10;  // what goes to a process of this host together with the post, if it is no more
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};
   CrossMemory cross_memory = CrossMemory::kAuto;

@@ -119,5 +119,60 @@ TEST_F(ChannelTest, MessageThatIsTooLongEndsTheConnection) {
   EXPECT_EQ(Receive(), ReceiveOutcome::kPeerGone);
 }
 
+TEST(LocalChannelTest, MessagesBringDataOnceItIsAllowedAndNotTooMuch) {
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0, ends.data()), 0);
+  const Channel::Place nowhere = [](std::span<const std::byte>, size_t) -> std::byte* {
+    ADD_FAILURE() << "asked for a place";
+    return nullptr;
+  };
+  Channel sender = Channel::Local(UniqueFd(ends[0]));
+  Channel receiver = Channel::Local(UniqueFd(ends[1]));
+  const auto receive = [&](Bytes* message, Bytes* data, UniqueFd* fd) {
+    message->resize(100);
+    size_t size = 0;
+    MessageData brought;
+    const ReceiveOutcome outcome = receiver.Receive(*message, &size, fd, &brought, nowhere);
+    message->resize(size);
+    data->assign(brought.bytes.span().begin(), brought.bytes.span().end());
+    return outcome;
+  };
+  Bytes message, data;
+  UniqueFd fd;
+  EXPECT_EQ(receive(&message, &data, &fd), ReceiveOutcome::kWouldBlock);
+  receiver.AllowData();
+  for (const size_t bytes : {size_t{0}, size_t{1}, size_t{5000}, Channel::kMostLocalData}) {
+    const Bytes sent = Pattern(100, 1), brought = Pattern(bytes, 2);
+    ASSERT_EQ(sender.Send(sent, bytes == 1 ? ends[0] : -1, brought), SendOutcome::kSent) << bytes;
+    ASSERT_EQ(receive(&message, &data, &fd), ReceiveOutcome::kReceived) << bytes;
+    EXPECT_EQ(message, sent);
+    EXPECT_EQ(data, brought);
+    EXPECT_EQ(static_cast<bool>(fd), bytes == 1);
+    fd.reset();
+  }
+  ASSERT_EQ(sender.Send(Pattern(101, 1)), SendOutcome::kSent);  // longer than what the receiver takes for a message
+  EXPECT_EQ(receive(&message, &data, &fd), ReceiveOutcome::kPeerGone);
+}
+
+TEST(LocalChannelTest, StrangersMayNotBringDataAndPacketsMustHaveTheirHead) {
+  for (const bool framed : {true, false}) {
+    std::array<int, 2> ends{};
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0, ends.data()), 0);
+    Channel sender = Channel::Local(UniqueFd(ends[0]));
+    Channel receiver = Channel::Local(UniqueFd(ends[1]));
+    const Bytes bytes = Pattern(3, 1);
+    if (framed) {
+      ASSERT_EQ(sender.Send(bytes, -1, bytes), SendOutcome::kSent);
+    } else {
+      ASSERT_EQ(::send(ends[0], bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    }
+    Bytes message(100);
+    size_t size = 0;
+    UniqueFd fd;
+    MessageData data;
+    EXPECT_EQ(receiver.Receive(message, &size, &fd, &data, {}), ReceiveOutcome::kPeerGone);
+  }
+}
+
 }  // namespace
 }  // namespace hoccl

@@ -43,7 +43,7 @@ class Process {
     std::vector<char> other(4096);
     size_t size = 0;
     UniqueFd none;
-    const bool met = SendMessage(socket, std::as_bytes(std::span(own)), -1) == SendOutcome::kSent && cuda::Eventually([&] {
+    const bool met = SendMessage(socket, {std::as_bytes(std::span(own))}) == SendOutcome::kSent && cuda::Eventually([&] {
                        return ReceiveMessage(socket, std::as_writable_bytes(std::span(other)), &size, &none) == ReceiveOutcome::kReceived;
                      });
     return met ? world_->Connect(std::string(other.data(), size)) : Internal("the other process did not come");

@@ -35,7 +35,7 @@ struct Invitation {
 
 template <typename T>
 bool Send(const UniqueFd& socket, const T& message, const UniqueFd& fd) {
-  return Eventually([&] { return SendMessage(socket, std::as_bytes(std::span(&message, 1)), fd.get()) == SendOutcome::kSent; });
+  return Eventually([&] { return SendMessage(socket, {std::as_bytes(std::span(&message, 1))}, fd.get()) == SendOutcome::kSent; });
 }
 
 template <typename T>

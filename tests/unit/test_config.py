@@ -30,6 +30,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "HOCCL_COPY_THREADS": ("3", 3),
         "HOCCL_CHUNK_BYTES": ("4096", 4096),
         "HOCCL_INLINE_BYTES": ("0", 0),
+        "HOCCL_POSTED_BYTES": ("0", 0),
         "HOCCL_CROSS_MEMORY": ("OFF", "off"),
         "HOCCL_HUGE_PAGES": ("no", False),
         "HOCCL_LOG_LEVEL": ("debug", "debug"),

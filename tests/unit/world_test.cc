@@ -59,6 +59,14 @@ TEST(WorldTest, GathersAcrossProcessesThroughSharedMemory) {
   for (int64_t elements : {1, 1000, 1 << 18}) GatherAll(job, elements, elements, 1);
 }
 
+TEST(WorldTest, SmallOperandsThatDoNotComeWithThePost) {
+  for (const CrossMemory memory : {CrossMemory::kAuto, CrossMemory::kOff}) {
+    Job job(2, 2, {.posted_bytes = 0, .cross_memory = memory});
+    for (int64_t elements : {1, 1000}) GatherAll(job, elements, elements, 1);
+    EXPECT_EQ(job.OpenMeetings(), 0);
+  }
+}
+
 TEST(WorldTest, OneRunAfterTheOtherOfOneCallMeetsInOrder) {
   Job job(2, 2);
   for (int64_t run = 0; run < 50; ++run) GatherAll(job, 10, 1, run / 10);  // ten occurrences in each run
