@@ -30,17 +30,15 @@ def reshardings(seed: int, count: int) -> dict[str, Any]:
 
 
 def mixture(tokens: int, width: int, steps: int) -> dict[str, Any]:
-    """A mixture of experts and its gradients for inputs and experts, against the dense model on a CPU device of this process.
-
-    Not those for the router: its sum is a reduction of jax.lax, which NCCL refuses to ranks that share a GPU.
-    """
+    """A mixture of experts and its gradients, against the dense model on a CPU device of this process."""
     mesh = Mesh(np.array(jax.devices(PLATFORM)), moe.AXIS)
     params = moe.initial(width, 2 * mesh.size, seed=0)
     sharded = jax.shard_map(moe.mixture, mesh=mesh, in_specs=(moe.SPECS, P(moe.AXIS)), out_specs=P(moe.AXIS))
 
-    def outcome(model: Any, up: jax.Array, down: jax.Array, x: jax.Array, cotangent: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda up, down, x: model(moe.Params(params.router, up, down), x), up, down, x)
-        return y, *pull(cotangent)
+    def outcome(model: Any, router: jax.Array, up: jax.Array, down: jax.Array, x: jax.Array, cotangent: jax.Array) -> Any:
+        y, pull = jax.vjp(model, moe.Params(router, up, down), x)
+        gradients, of_x = pull(cotangent)
+        return y, *gradients, of_x
 
     with jax.default_matmul_precision("highest"):
         ours = jax.jit(lambda *args: outcome(sharded, *args))
@@ -48,8 +46,9 @@ def mixture(tokens: int, width: int, steps: int) -> dict[str, Any]:
         furthest = 0.0
         for step in range(steps):
             x, wanted = map(np.asarray, moe.batch(mesh.size * tokens, width, step))
-            arrays = (np.asarray(params.up), np.asarray(params.down), x, wanted)
-            found = ours(*(resharding.place(each, NamedSharding(mesh, P(moe.AXIS))) for each in arrays))
+            arrays = (*map(np.asarray, params), x, wanted)
+            specs = (*moe.SPECS, P(moe.AXIS), P(moe.AXIS))
+            found = ours(*(resharding.place(each, NamedSharding(mesh, spec)) for each, spec in zip(arrays, specs, strict=True)))
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
                 expected = [np.asarray(each) for each in reference(*map(jnp.asarray, arrays))]
             for one, other in zip(found, expected, strict=True):

@@ -171,8 +171,8 @@ def pipeline_step(width: int, layers: int, sequence: int, sequences: int, microb
     return _measure({form: lambda form=form: trainer(form) for form in forms})  # type: ignore[misc]
 
 
-def _values(config: gpu_model.Config, mesh: Mesh, ours: bool, reduces: bool) -> dict[str, Any]:
-    """Losses and gradients of both helpers on one mesh; without `reduces` of the sharded one the output alone."""
+def _values(config: gpu_model.Config, mesh: Mesh, ours: bool) -> dict[str, Any]:
+    """Losses and gradients of both helpers on one mesh, and the output of the sharded one."""
     all_gather = hoccl_jax.all_gather if ours else lax.all_gather
     ppermute = None if ours else lax.ppermute
 
@@ -208,37 +208,42 @@ def _values(config: gpu_model.Config, mesh: Mesh, ours: bool, reduces: bool) -> 
     batch = gpu_model.tokens(config, mesh, mesh.size, P("x"))
     specs = (gpu_model.FSDP_SPECS, P("x"))
     result = {"fsdp forward": mapped(output, specs, P("x"))(sharded, batch)}
-    if reduces:
-        result["fsdp"] = mapped(gradient, specs, (P("x"), gpu_model.FSDP_SPECS))(sharded, batch)
+    result["fsdp"] = mapped(gradient, specs, (P("x"), gpu_model.FSDP_SPECS))(sharded, batch)
     microbatches = gpu_model.tokens(config, mesh, 8, P())
     result["pipeline"] = mapped(piped, (P("x"), P()), P("x"))(placed(params(mesh.size), P("x")), microbatches)
     return result
 
 
-def helper_values(width: int, layers: int, sequence: int, reduces: bool) -> dict[str, Any]:
-    """The helpers' losses and gradients in float32, against the same by jax.lax on CPU devices of this process.
+def _place(shard: Any, array: jax.Array) -> int:
+    """Which device of its mesh has the shard."""
+    return list(array.sharding.mesh.devices.flat).index(shard.device)
 
-    For each the largest difference of an array, as a part of the array's largest element. Without `reduces` FSDP has no gradients: they
-    are reduced by jax.lax, and NCCL refuses ranks that share a GPU.
+
+def helper_values(width: int, layers: int, sequence: int) -> dict[str, Any]:
+    """The helpers' losses and gradients in float32, against the same by jax.lax on the same GPUs, and on CPU devices of this process.
+
+    For each the largest difference of an array, as a part of the array's largest element.
     """
     mesh = gpu_mesh()
     own = mesh if PLATFORM == "cpu" else Mesh(np.array(jax.local_devices(backend="cpu")[: mesh.size]), "x")
     config = gpu_model.Config(layers, width, sequence, 2, jnp.float32)
     with jax.default_matmul_precision("highest"):
-        ours = jax.block_until_ready(_values(config, mesh, True, reduces))
-        theirs = jax.block_until_ready(_values(config, own, False, reduces))
+        ours = jax.block_until_ready(_values(config, mesh, True))
+        on_gpu = jax.block_until_ready(_values(config, mesh, False))
+        on_cpu = jax.block_until_ready(_values(config, own, False))
     hoccl_jax.check_errors()
-    places, their_places = list(mesh.devices.flat), list(own.devices.flat)
 
     def difference(our: jax.Array, their: jax.Array) -> float:
-        wanted = {their_places.index(shard.device): np.asarray(shard.data) for shard in their.addressable_shards}
+        wanted = {_place(shard, their): np.asarray(shard.data) for shard in their.addressable_shards}
         worst = 0.0
         for shard in our.addressable_shards:
-            reference = wanted[places.index(shard.device)]
+            reference = wanted[_place(shard, our)]
             largest = max(float(np.abs(reference).max()), 1e-30)
             worst = max(worst, float(np.abs(np.asarray(shard.data) - reference).max()) / largest)
         return worst
 
-    found = {name: max(jax.tree.leaves(jax.tree.map(difference, ours[name], theirs[name]))) for name in ours}
+    def differences(theirs: dict[str, Any]) -> dict[str, float]:
+        return {name: max(jax.tree.leaves(jax.tree.map(difference, ours[name], theirs[name]))) for name in ours}
+
     losses = {name: sum(float(np.sum(np.asarray(s.data))) for s in ours[name][0].addressable_shards) for name in ours if name[-1] != "d"}
-    return {"largest relative difference": found, "own part of the loss": losses}
+    return {"from the GPUs": differences(on_gpu), "from CPU devices": differences(on_cpu), "own part of the loss": losses}
