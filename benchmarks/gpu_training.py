@@ -216,7 +216,8 @@ def _values(config: gpu_model.Config, mesh: Mesh, ours: bool) -> dict[str, Any]:
 
 def _place(shard: Any, array: jax.Array) -> int:
     """Which device of its mesh has the shard."""
-    return list(array.sharding.mesh.devices.flat).index(shard.device)
+    sharding: Any = array.sharding
+    return list(sharding.mesh.devices.flat).index(shard.device)
 
 
 def helper_values(width: int, layers: int, sequence: int) -> dict[str, Any]:

@@ -90,8 +90,9 @@ bool Transfer::SharesSource(const Transfer& other) const {
   const auto geometry = [](const StridedCopy& c) {
     return std::tuple(c.src_offset, c.row_bytes, c.rows, c.src_row_pitch, c.planes, c.src_plane_pitch);
   };
-  return batch_.empty() && other.batch_.empty() && source_.process == other.source_.process && source_.address == other.source_.address &&
-         source_.local == other.source_.local && geometry(copy_) == geometry(other.copy_);
+  // In the background every copy of this process's own memory is a chunk, so that foreground traffic waits for one only.
+  const bool together = batch_.empty() && other.batch_.empty() && (source_.process != 0 || !background_);
+  return together && source_ == other.source_ && geometry(copy_) == geometry(other.copy_);
 }
 
 Stores Transfer::stores() const { return batch_.empty() ? StoresFor(bytes_) : Stores::kCached; }

@@ -25,6 +25,8 @@ struct Source {
   pid_t process = 0;     // when not 0, read from this process ...
   uint64_t address = 0;  // ... at this address in it
   int sender = -1;       // when not -1: this process of the job sends it by the network, and `address` tells it which operand is meant
+
+  friend bool operator==(const Source&, const Source&) = default;
 };
 
 class StagingCopies;
@@ -73,7 +75,7 @@ class Transfer {
   // from where the leader has written them.
   void CopyAfter(const Transfer& leader, int64_t index);
 
-  // Do both read the same bytes of the same process, in the same chunks?
+  // Do both read the same bytes, in the same chunks, and shall they do it together?
   bool SharesSource(const Transfer& other) const;
   Stores stores() const;
   int64_t chunks() const { return batch_.empty() ? chunks_.chunks() : 1; }
