@@ -33,7 +33,6 @@ from benchmarks.gpu_training import fsdp_step, helper_values, pipeline_step
 from tests import cases
 
 
-
 def equivalence(seed: int, count: int) -> dict[str, Any]:
     """The random cases, against jax.lax on CPU devices of this process."""
     devices = jax.devices(PLATFORM)
