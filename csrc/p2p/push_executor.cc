@@ -1,6 +1,7 @@
 #include "csrc/p2p/push_executor.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "csrc/base/spin.h"
@@ -20,6 +21,13 @@ constexpr size_t kNotedAtOnce = 64;
 
 bool IsEmpty(const Push& push) {
   return std::all_of(push.copies.begin(), push.copies.end(), [](const StridedCopy& copy) { return copy.bytes() == 0; });
+}
+
+// Behind what the stream copies, in one driver call: each costs the pushing thread a microsecond.
+Status SayDone(const Push& push, const cuda::CopyStream& stream) {
+  using enum cuda::FlagOperation::Kind;
+  const std::array<cuda::FlagOperation, 2> flags = {{{kWrite, push.arrived}, {kWrite, push.departed}}};
+  return stream.RunFlags(flags);
 }
 
 bool IsReady(const Push& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); }
@@ -83,8 +91,7 @@ Status PushExecutor::Start(const Push& push) {
   const Result<cuda::CopyStream*> stream = StreamTo(push.receiver, false);
   if (!stream.ok()) return stream.status();
   HOCCL_RETURN_IF_ERROR((*stream)->CopyAll(push.dst, push.src, push.copies));
-  HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
-  HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
+  HOCCL_RETURN_IF_ERROR(SayDone(push, **stream));
   foreground_.push_back(push.departed_seen);
   return {};
 }
@@ -202,8 +209,7 @@ Status PushExecutor::StepBackground(bool* progress) {
     if (piecewise.copy < push.copies.size()) {
       background_.push_back(std::move(piecewise));
     } else {
-      HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.arrived));
-      HOCCL_RETURN_IF_ERROR((*stream)->WriteFlag(push.departed));
+      HOCCL_RETURN_IF_ERROR(SayDone(push, **stream));
       left_.fetch_sub(1, std::memory_order_relaxed);
       background_left_.fetch_sub(1, std::memory_order_relaxed);
       std::lock_guard lock(mutex_);

@@ -129,6 +129,7 @@ class CopyStream : private StreamView {
   using StreamView::Done;
   using StreamView::handle;
   using StreamView::Record;
+  using StreamView::RunFlags;
   using StreamView::Synchronize;
   using StreamView::WaitEvent;
   using StreamView::WriteFlag;
