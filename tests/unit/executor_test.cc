@@ -1,4 +1,4 @@
-// The executor on transfers that want the same bytes of another process: each chunk is read there once, wherever its receivers stand.
+// The executor on transfers that want the same bytes: of another process each chunk is read once, wherever its receivers stand.
 #include "csrc/p2p/executor.h"
 
 #include <gtest/gtest.h>
@@ -43,8 +43,10 @@ constexpr int64_t kChunk = 64 << 10;
 // A receiver of `copy`, with a result in which nothing but its own rows may change.
 class Receiver : public TransferObserver {
  public:
-  Receiver(uint64_t address, const StridedCopy& copy, int64_t result_bytes) : result(result_bytes) {
-    transfer_.Start({.process = ::getpid(), .address = address}, result.data(), copy, false, this);
+  Receiver(uint64_t address, const StridedCopy& copy, int64_t result_bytes)
+      : Receiver({.process = ::getpid(), .address = address}, copy, result_bytes, false) {}
+  Receiver(const Source& source, const StridedCopy& copy, int64_t result_bytes, bool background) : result(result_bytes) {
+    transfer_.Start(source, result.data(), copy, background, this);
   }
   void Submit(Executor* executor) { executor->Submit(&transfer_); }
   void OnTransferDone(Transfer*, Status end) override {
@@ -151,6 +153,48 @@ TEST_F(ExecutorTest, AFailedReadFailsAllWhoShareIt) {
   for (int i = 0; i < 3; ++i) receivers.push_back(std::make_unique<Receiver>(kNowhere, StridedCopy{.row_bytes = 8 * kChunk}, 8 * kChunk));
   Run(&receivers);
   for (const auto& receiver : receivers) EXPECT_NE(receiver->status.message().find("process_vm_readv"), std::string::npos);
+}
+
+// How many chunks were taken for three receivers of this process's memory, two of which come during the first one's first chunk.
+int ChunksTakenFromThisProcess(bool background) {
+  constexpr int64_t kRows = 512;
+  const std::vector<std::byte> source = Pattern(kRows * 4096);
+  StridedCopy copy{.row_bytes = 2048, .rows = kRows, .src_row_pitch = 4096};
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  std::vector<std::vector<std::byte>> expected;
+  for (const int64_t pitch : {2048, 4096, 3000}) {
+    copy.dst_row_pitch = pitch;
+    receivers.push_back(std::make_unique<Receiver>(Source{.local = source.data()}, copy, kRows * pitch, background));
+    expected.push_back(Expected(source, copy, kRows * pitch));
+  }
+  std::atomic<int> taken = 0;
+  std::binary_semaphore begun(0), go_on(0);
+  Executor executor({.copy_threads = 1, .chunk_bytes = kChunk, .before_chunk = [&](const Transfer&) {
+                       if (++taken > 1) return;
+                       begun.release();
+                       go_on.acquire();
+                     }});
+  receivers[0]->Submit(&executor);
+  begun.acquire();
+  receivers[1]->Submit(&executor);
+  receivers[2]->Submit(&executor);
+  go_on.release();
+  for (size_t i = 0; i < receivers.size(); ++i) {
+    receivers[i]->Wait();
+    EXPECT_TRUE(receivers[i]->result == expected[i]) << "receiver " << i;
+  }
+  return taken;
+}
+
+TEST_F(ExecutorTest, ReceiversOfThisProcessesMemoryTakeEachChunkTogether) {
+  constexpr int kChunks = 16;
+  EXPECT_EQ(ChunksTakenFromThisProcess(false), kChunks + 1);
+  EXPECT_EQ(reads, 0);
+}
+
+TEST_F(ExecutorTest, InTheBackgroundEachOfThemIsAChunk) {
+  constexpr int kChunks = 16;
+  EXPECT_EQ(ChunksTakenFromThisProcess(true), 3 * kChunks);
 }
 
 }  // namespace
