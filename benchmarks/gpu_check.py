@@ -11,6 +11,7 @@ benchmarks/gpu_plots.py draws. --nobuild takes the extension and the C++ tests a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -19,11 +20,13 @@ import math
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
@@ -177,6 +180,22 @@ def _random_operations(form: str, seed: int, env: dict[str, str]) -> Row:
     return (f"random operations for {FLAGS.seconds:g} s, {form}", json.dumps(counts), "no mismatch")
 
 
+@contextlib.contextmanager
+def _mps() -> Iterator[dict[str, str]]:
+    """NVIDIA's multi-process service, and the environment of its clients. Without it processes of a GPU take turns of a millisecond."""
+    control = shutil.which("nvidia-cuda-mps-control", path=os.pathsep.join([os.environ["PATH"], "/usr/local/nvidia/bin"]))
+    if FLAGS.dryrun or control is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as pipes, tempfile.TemporaryDirectory() as logs:
+        client = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": logs}
+        subprocess.run([control, "-d"], env=os.environ | client, check=True)
+        try:
+            yield client
+        finally:
+            subprocess.run([control], env=os.environ | client, input="quit\n", text=True, check=False, timeout=60)
+
+
 def _one() -> list[Row]:
     rows: list[Row] = []
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60"}
@@ -190,13 +209,14 @@ def _one() -> list[Row]:
     rows.append(_messages("two processes of one GPU", _run("messages", {"rounds": 20}, _SHARED, shared)))
     profile = _run("profile", {"steps": 20}, _SHARED, shared)[0]
     rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
-    for name, env in (("in the stream", shared), ("by the proxy", {**shared, "HOCCL_IN_STREAM_BYTES": "0"})):
-        chain = _run("chains", {"sizes": [65536], "steps": 100, "libraries": ["hoccl_jax"]}, _SHARED, env)[0]
-        for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
-            rows.append((f"{operation}, {name}", json.dumps(entry), "12 us in the stream, 20 by the proxy; host 8 and 6 us"))
+    with _mps() as together:
+        for name, env in (("in the stream", shared), ("by the proxy", {**shared, "HOCCL_IN_STREAM_BYTES": "0"})):
+            chain = _run("chains", {"sizes": [65536], "steps": 100, "libraries": ["hoccl_jax"]}, _SHARED, env | together)[0]
+            for operation, entry in chain.items() if isinstance(chain, dict) else [("failed", chain)]:
+                rows.append((f"{operation}, {name}", json.dumps(entry), "12 us in the stream, 20 by the proxy; host 8 and 6 us"))
+        rows += gpu_training_rows.one(_run, _SHARED, shared | together)
     gemms = _run("interference", {"size": 8192, "count": 6, "moved": _GIB, "libraries": ["hoccl_jax"]}, _SHARED, shared)[0]
     rows.append(("GEMMs beside transfers on the same GPU, us", json.dumps(gemms), ""))
-    rows += gpu_training_rows.one(_run, _SHARED, shared)
     for name, env in (("preallocated", shared), ("growing pool", growing)):
         rows.append(_random_operations(name, 5, env))
     return rows if FLAGS.dryrun else rows + _cpp_tests()

@@ -1,5 +1,6 @@
 #include "csrc/comm/meeting.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace hoccl {
@@ -67,6 +68,19 @@ void Meeting::Attach(std::shared_ptr<const GroupPlan> new_plan) {
 
 std::string Meeting::Describe(uint32_t occurrence) const { return plan->Describe(key.run, occurrence); }
 
+std::string Meeting::DescribeLatest() const {
+  uint32_t occurrence = 0;
+  for (const Slot& slot : slots) occurrence = std::max({occurrence, slot.sender.occurrence, slot.receiver.occurrence});
+  return Describe(occurrence);
+}
+
+bool Meeting::IsSentTo(int rank) const {
+  if (plan->program != nullptr) return false;
+  return std::ranges::any_of(plan->call->flows, [&](const Flow& flow) {
+    return flow.dst == rank && slots[flow.src].sender.posted && slots[flow.src].sender.IsReadBy(plan->communicator.processes[rank]);
+  });
+}
+
 std::string Meeting::Attendance() const {
   std::string text;
   for (int rank = 0; rank < plan->communicator.size(); ++rank) {
@@ -75,13 +89,15 @@ std::string Meeting::Attendance() const {
     const bool remote = slot.remote.posted && !slot.remote.withdrawn;
     // Ranks of other processes announce themselves only to those that read from them.
     const bool expected = here || remote || plan->ranks[rank].sends || plan->ranks[rank].receives || plan->announced[rank];
-    if (!expected) continue;
+    // But one that only receives has been sent something.
+    const bool sent_to = !expected && IsSentTo(rank);
+    if (!expected && !sent_to) continue;
     if (!text.empty()) text += "; ";
     text += plan->communicator.RankName(rank);
     if (remote) {
       text += " brought " + slot.remote.brought;
     } else {
-      text += here ? " came" : " has not come";
+      text += here ? " came" : sent_to ? " has not taken what it is sent" : " has not come";
     }
   }
   return text;

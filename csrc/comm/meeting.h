@@ -126,6 +126,10 @@ struct Meeting {
 
   // "all_gather f32[4] over communicator {0, 1}, call site jit_f:1, run 7, occurrence 0".
   std::string Describe(uint32_t occurrence) const;
+  // As of the occurrence that came last.
+  std::string DescribeLatest() const;
+  // Has a rank of this process brought something for `rank`, whose process has not taken it?
+  bool IsSentTo(int rank) const;
   // "rank 0 (device 0, process 0) came; rank 1 (device 2048, process 1) has not come".
   std::string Attendance() const;
 };

@@ -121,9 +121,7 @@ void Rendezvous::OnProcessLost(int process, const std::string& how, bool in_orde
       needed = needed || (meeting->plan != nullptr && meeting->plan->program != nullptr && meeting->run.Awaits(process));
       if (needed && !meeting->failed()) {
         const std::string lost = "process " + std::to_string(process) + " " + how;
-        uint32_t occurrence = 0;
-        for (const Slot& slot : meeting->slots) occurrence = std::max({occurrence, slot.sender.occurrence, slot.receiver.occurrence});
-        Fail(meeting, Unavailable(meeting->plan == nullptr ? lost : meeting->Describe(occurrence) + ": " + lost + ", and with it " + ranks),
+        Fail(meeting, Unavailable(meeting->plan == nullptr ? lost : meeting->DescribeLatest() + ": " + lost + ", and with it " + ranks),
              true, actions);
       }
       for (Slot& slot : meeting->slots) {
@@ -215,7 +213,9 @@ void Rendezvous::Close(const std::string& reason) {
         slot.sender.unfinished -= static_cast<int>(slot.sender.readers.size());
         slot.sender.readers.clear();
       }
-      Fail(meeting, Aborted(reason), true, actions);
+      // Where nobody of this process has come, the others know more of the operation; they learn soon that this process is gone.
+      const bool known = meeting->plan != nullptr;
+      Fail(meeting, Aborted(known ? meeting->DescribeLatest() + ": " + reason : reason), known, actions);
     });
   }
   Perform(actions);

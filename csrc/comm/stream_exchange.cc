@@ -94,7 +94,7 @@ void StreamExchange::Close() {
   std::unique_lock lock(mutex_);
   while (!failed_ && !idle() && Clock::now() < until) peers_changed_.wait_for(lock, std::chrono::milliseconds(1));
   DropSends(-1);
-  if (!idle()) Fail(Aborted("hoccl_jax has been shut down in this process"), true);
+  if (!idle()) Fail(Aborted("process " + std::to_string(options_.process) + " has shut down hoccl_jax"), true);
   stopping_ = true;
   for (const auto& device : devices_) device->wake.notify_all();
 }

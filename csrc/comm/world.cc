@@ -230,7 +230,7 @@ World::~World() {
   const auto grace = std::min<std::chrono::milliseconds>(kLeavingGrace, options_.timeout);
   buffered_sends_->AwaitReaders(grace);
   if (rendezvous_ != nullptr) rendezvous_->AwaitForwarding(grace);
-  if (rendezvous_ != nullptr) rendezvous_->Close("hoccl_jax has been shut down in this process");
+  if (rendezvous_ != nullptr) rendezvous_->Close("process " + std::to_string(options_.process) + " has shut down hoccl_jax");
   if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others
   if (proxy_ != nullptr) proxy_->Stop();
   if (rendezvous_ != nullptr) rendezvous_->OnProxyStopped();

@@ -123,6 +123,17 @@ TEST(WorldTest, RanksThatDisagreeOnTheShapeAllFailAndSayWhatTheyBrought) {
   GatherAll(job, 4, 1, 2);  // the next run works
 }
 
+TEST(WorldTest, ASenderWhoseReceiverNeverComesNamesIt) {
+  Job job(2, 1, {.timeout = std::chrono::milliseconds(300)});
+  Operation shift{.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {4}, .pairs = {{0, 1}}};
+  Instance sender(MakeCall(shift, {{0, 1}}, 1));
+  std::vector<int32_t> operand(4), result(4);
+  const Status status = sender.Run(job.WorldOf(0), 0, 1, operand.data(), result.data());
+  EXPECT_EQ(status.code(), Code::kDeadlineExceeded) << status.ToString();
+  EXPECT_NE(status.message().find("rank 0 (device 0, process 0) came"), std::string::npos) << status.ToString();
+  EXPECT_NE(status.message().find("rank 1 (device 1, process 1) has not taken what it is sent"), std::string::npos) << status.ToString();
+}
+
 TEST(WorldTest, RanksThatDisagreeOnTheGroupFail) {
   Job job(3, 1);
   std::vector<int32_t> operand(4), result(12), other_result(8);
