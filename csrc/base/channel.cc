@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cassert>
 #include <cerrno>
 #include <cstring>
 
@@ -21,17 +20,14 @@ bool IsTemporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 }  // namespace
 
 SendOutcome Channel::Send(std::span<const std::byte> message, int fd, std::span<const std::byte> data) {
-  if (network_) return SendFrame(message, data);
-  assert(data.size() <= kMostLocalData);
   const Head head{.message_bytes = static_cast<uint32_t>(message.size()), .data_bytes = static_cast<uint32_t>(data.size())};
-  return SendMessage(socket_, {std::as_bytes(std::span(&head, 1)), message, data}, fd);
+  const MessageParts parts = {std::as_bytes(std::span(&head, 1)), message, data};
+  return network_ ? SendFrame(parts) : SendMessage(socket_, parts, fd);
 }
 
-SendOutcome Channel::SendFrame(std::span<const std::byte> message, std::span<const std::byte> data) {
+SendOutcome Channel::SendFrame(const MessageParts& parts) {
   if (const SendOutcome earlier = Flush(); earlier != SendOutcome::kSent) return earlier;
-  Head head{.message_bytes = static_cast<uint32_t>(message.size()), .data_bytes = static_cast<uint32_t>(data.size())};
-  const std::array<std::span<const std::byte>, 3> parts = {std::as_bytes(std::span(&head, 1)), message, data};
-  std::array<iovec, 3> vectors;
+  std::array<iovec, std::tuple_size_v<MessageParts>> vectors;
   for (size_t i = 0; i < parts.size(); ++i) vectors[i] = {const_cast<std::byte*>(parts[i].data()), parts[i].size()};
   msghdr header{};
   header.msg_iov = vectors.data();

@@ -62,7 +62,7 @@ class Channel {
 
   bool MayCome(const Head& head, size_t most, size_t most_data) const;
   ReceiveOutcome ReceivePacket(std::span<std::byte> buffer, size_t* size, UniqueFd* fd, MessageData* data);
-  SendOutcome SendFrame(std::span<const std::byte> message, std::span<const std::byte> data);
+  SendOutcome SendFrame(const MessageParts& parts);
   ReceiveOutcome ReceiveFrame(std::span<std::byte> buffer, size_t* size, MessageData* data, const Place& place);
   // Takes the next message out of what has been received, into `message_`. kWouldBlock: it isn't there yet.
   ReceiveOutcome TakeMessage(size_t most, const Place& place);

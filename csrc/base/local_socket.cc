@@ -4,7 +4,6 @@
 #include <sys/un.h>
 
 #include <array>
-#include <cassert>
 #include <cerrno>
 #include <cstring>
 
@@ -67,9 +66,8 @@ Result<UniqueFd> ConnectLocal(const std::string& name) {
   return socket;
 }
 
-SendOutcome SendMessage(const UniqueFd& socket, std::initializer_list<std::span<const std::byte>> parts, int fd) {
-  std::array<iovec, 3> vectors;
-  assert(parts.size() <= vectors.size());
+SendOutcome SendMessage(const UniqueFd& socket, const MessageParts& parts, int fd) {
+  std::array<iovec, std::tuple_size_v<MessageParts>> vectors;
   msghdr header{};
   header.msg_iov = vectors.data();
   for (const std::span<const std::byte> part : parts) vectors[header.msg_iovlen++] = {const_cast<std::byte*>(part.data()), part.size()};

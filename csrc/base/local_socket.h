@@ -3,8 +3,8 @@
 #ifndef HOCCL_BASE_LOCAL_SOCKET_H_
 #define HOCCL_BASE_LOCAL_SOCKET_H_
 
+#include <array>
 #include <cstddef>
-#include <initializer_list>
 #include <span>
 #include <string>
 
@@ -24,8 +24,11 @@ Result<UniqueFd> ConnectLocal(const std::string& name);
 
 enum class SendOutcome { kSent, kWouldBlock, kPeerGone };
 
-// Sends one message, of one part or several (at most three), with a descriptor beside it when `fd` >= 0.
-SendOutcome SendMessage(const UniqueFd& socket, std::initializer_list<std::span<const std::byte>> parts, int fd = -1);
+// What follows each other in one message; parts may be empty.
+using MessageParts = std::array<std::span<const std::byte>, 3>;
+
+// Sends one message, with a descriptor beside it when `fd` >= 0.
+SendOutcome SendMessage(const UniqueFd& socket, const MessageParts& parts, int fd = -1);
 
 enum class ReceiveOutcome { kReceived, kWouldBlock, kPeerGone };
 

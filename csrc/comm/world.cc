@@ -10,6 +10,7 @@
 #include <random>
 #include <utility>
 
+#include "csrc/base/channel.h"
 #include "csrc/device/host/host_copy.h"
 #include "csrc/device/host/process_memory.h"
 #include "csrc/net/open_transport.h"

@@ -59,6 +59,21 @@ TEST(WorldTest, GathersAcrossProcessesThroughSharedMemory) {
   for (int64_t elements : {1, 1000, 1 << 18}) GatherAll(job, elements, elements, 1);
 }
 
+TEST(WorldTest, WhatComesWithThePostNeedsNoSharedMemory) {
+  Operation shift{.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {1024}, .pairs = {{0, 1}}};
+  for (const int64_t posted_bytes : {4095, 4096}) {
+    Job job(2, 1, {.posted_bytes = posted_bytes, .cross_memory = CrossMemory::kOff});
+    Instance sender(MakeCall(shift, {{0, 1}}, 1)), receiver(MakeCall(shift, {{0, 1}}, 1));
+    const std::vector<int32_t> operand = Numbers(1024, 7);
+    std::vector<int32_t> unused(1024), result(1024);
+    std::future<Status> sent = sender.Start(job.WorldOf(0), 0, 1, operand.data(), unused.data());
+    EXPECT_EQ(job.WorldOf(0).segment_bytes_in_use(), posted_bytes < 4096 ? 4096 : 0);
+    EXPECT_TRUE(receiver.Run(job.WorldOf(1), 1, 1, operand.data(), result.data()).ok());
+    EXPECT_TRUE(sent.get().ok());
+    EXPECT_EQ(result, operand);
+  }
+}
+
 TEST(WorldTest, SmallOperandsThatDoNotComeWithThePost) {
   for (const CrossMemory memory : {CrossMemory::kAuto, CrossMemory::kOff}) {
     Job job(2, 2, {.posted_bytes = 0, .cross_memory = memory});
