@@ -187,10 +187,6 @@ void Executor::EnterForeground() {
 
 void Executor::LeaveForeground() {
   std::lock_guard lock(mutex_);
-  EndForeground();
-}
-
-void Executor::EndForeground() {
   if (--active_foreground_ == 0 && !background_.transfers.empty()) wake_.notify_all();
 }
 
@@ -204,7 +200,7 @@ void Executor::ResetBackgroundCounts() {
   gate_.counts = {};
 }
 
-int Executor::Copy(const Chunk& chunk) {
+void Executor::Copy(const Chunk& chunk) {
   Transfer* leader = chunk.transfer;
   const bool traced = leader->label.operation != nullptr;
   Clock::time_point begin = traced ? Clock::now() : Clock::time_point();
@@ -216,24 +212,23 @@ int Executor::Copy(const Chunk& chunk) {
   if (options_.before_chunk) options_.before_chunk(*leader);
   const Status status = leader->CopyChunk(chunk.index);
   if (traced) record(*leader);
-  int ended = 0;
   for (Transfer* follower : chunk.followers) {
     if (status.ok()) follower->CopyAfter(*leader, chunk.index);
     if (traced) record(*follower);
-    ended += EndChunk(follower, status);
+    EndChunk(follower, status);
   }
-  return ended + EndChunk(leader, status);  // the leader after those who read what it has received
+  EndChunk(leader, status);  // the leader after those who read what it has received
 }
 
-bool Executor::EndChunk(Transfer* transfer, const Status& status) {
+void Executor::EndChunk(Transfer* transfer, const Status& status) {
   if (!status.ok()) {
     std::lock_guard error_lock(transfer->error_mutex_);
     if (transfer->error_.ok()) transfer->error_ = status;
   }
   // acq_rel: the thread that counts to zero has seen every other thread's copies and errors.
-  if (transfer->unfinished_.fetch_sub(1, std::memory_order_acq_rel) > 1) return false;
+  if (transfer->unfinished_.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  if (!transfer->background_) LeaveForeground();  // first: what follows the transfer finds no traffic of it
   transfer->observer_->OnTransferDone(transfer, std::exchange(transfer->error_, {}));
-  return true;
 }
 
 void Executor::Run(int lane) {
@@ -253,11 +248,9 @@ void Executor::Run(int lane) {
       continue;
     }
     lock.unlock();
-    const bool foreground = !chunk.transfer->background_;  // so are the followers: they are of the same ring
-    int ended = Copy(chunk);
+    Copy(chunk);
     turns.Offer();
     lock.lock();
-    for (; foreground && ended > 0; --ended) EndForeground();
   }
 }
 

@@ -72,12 +72,11 @@ class Executor {
 
   // With mutex_ held.
   bool TakeChunk(Chunk* chunk);
-  void EndForeground();
   static void Take(Ring* ring, Chunk* chunk);
 
   // Without it.
-  int Copy(const Chunk& chunk);                                    // how many transfers it has ended
-  static bool EndChunk(Transfer* transfer, const Status& status);  // has it ended the transfer?
+  void Copy(const Chunk& chunk);
+  void EndChunk(Transfer* transfer, const Status& status);
 
   const ExecutorOptions options_;
   std::mutex mutex_;
