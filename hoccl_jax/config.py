@@ -112,9 +112,9 @@ class Config:
     )
     inline_bytes: int = _setting(
         "HOCCL_INLINE_BYTES",
-        32 << 10,
+        256 << 10,
         _integer(0, 1 << 40),
-        "Copies of at most so many bytes are done by the thread that posts the operation.",
+        "The thread that posts an operation does copies of at most so many bytes itself, four times as many together. Copy threads do the rest.",
     )
     posted_bytes: int = _setting(
         "HOCCL_POSTED_BYTES",

@@ -38,8 +38,8 @@ struct PendingPromise {
   // A failed program's buffers are freed at once, so its failure waits for what is still in flight between a start and its done.
   static void Complete(void* context, Status status) {
     auto* pending = static_cast<PendingPromise*>(context);
-    if (status.ok() || pending->world->in_flight().FailWhenIdle(pending->device, {.call = Resolve, .context = pending}, status))
-      Resolve(pending, std::move(status));
+    const Completion when_idle{.call = Resolve, .context = pending, .lane = pending->world->LaneOf(pending->device)};
+    if (status.ok() || pending->world->in_flight().FailWhenIdle(pending->device, when_idle, status)) Resolve(pending, std::move(status));
   }
 
   static void Resolve(void* context, Status status) {
@@ -61,7 +61,7 @@ xla::ffi::Future FutureOf(World* world, int64_t device, Begin begin) {
   std::fegetenv(&pending->floating_point);
   xla::ffi::Future future(pending->promise);
   Status outcome;
-  if (begin(Completion{.call = PendingPromise::Complete, .context = pending}, &outcome))
+  if (begin(Completion{.call = PendingPromise::Complete, .context = pending, .lane = world->LaneOf(device)}, &outcome))
     PendingPromise::Complete(pending, std::move(outcome));
   return future;
 }

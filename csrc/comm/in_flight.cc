@@ -45,7 +45,7 @@ void InFlight::OnEnd(Operation* operation, Status status) {
       device.failures.clear();
     }
   }
-  for (auto& [completion, outcome] : reports) completion.call(completion.context, std::move(outcome));
+  for (auto& [completion, outcome] : reports) completion.Tell(std::move(outcome));
 }
 
 // XLA may have given the done a result of its own.

@@ -38,7 +38,6 @@ struct LocalPost {
   std::byte* result = nullptr;
   int64_t segment = -1;  // where in the shared segment a copy of the operand is, -1 if nowhere
   uint32_t occurrence = 0;
-  CompletionLane* lane = nullptr;
   Completion completion;
 
   std::vector<StridedCopy> copies;  // of the flows that it receives, where the call does not say; else empty

@@ -12,10 +12,10 @@
 namespace hoccl {
 namespace {
 
-// The other ranks of a small operation mostly come within this time, and then the program goes on in the same thread, which saves waking
-// its lane. A bound this short can't deadlock anything.
+// The other ranks of a small operation mostly come within this time, and then a program that waits goes on in the same thread, which saves
+// waking its lane. A bound this short can't deadlock anything.
 constexpr std::chrono::microseconds kLinger{20};
-constexpr int64_t kLingerBytes = 64 << 10;
+constexpr int64_t kLingerBytes = 1 << 20;
 
 // Gives other threads the core until the post has ended, or kLinger has passed.
 void Linger(LocalPost* post) {
@@ -54,7 +54,7 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
     Enter(meeting, post, request, actions);
   }
   Perform(actions);
-  if (plan.call->operation.OperandBytes() <= kLingerBytes) Linger(post);
+  if (request.completion.lane != nullptr && plan.call->operation.OperandBytes() <= kLingerBytes) Linger(post);
   std::lock_guard lock(mutex_);
   post->caller_present = false;
   if (!post->finished) return false;
@@ -196,7 +196,6 @@ void Rendezvous::Enter(Meeting* meeting, LocalPost* post, const PostRequest& req
   post->operand = const_cast<std::byte*>(request.operand);
   post->result = request.result;
   post->occurrence = request.occurrence;
-  post->lane = request.lane;
   post->completion = request.completion;
   post->copies.assign(request.copies.begin(), request.copies.end());
   if (meeting->failed()) {

@@ -39,9 +39,8 @@ struct PostRequest {
   uint32_t occurrence = 0;  // how often this device has made this call before; for messages only
   const std::byte* operand = nullptr;
   std::byte* result = nullptr;
-  CompletionLane* lane = nullptr;
   std::span<const StridedCopy> copies = {};  // of the rank's incoming flows, where they are known only now
-  Completion completion;                     // called on the lane, unless Post itself returns the outcome
+  Completion completion;                     // told, unless Post itself returns the outcome; has a lane if the program waits for it
 };
 
 class Rendezvous : public TransferObserver, public ProxyListener, public RemoteControl, public RemoteUser {

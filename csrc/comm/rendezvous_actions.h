@@ -18,7 +18,6 @@ struct Rendezvous::Actions {
     const std::byte* operand = nullptr;
   };
   struct Notice {
-    CompletionLane* lane;
     Completion completion;
     Status outcome;
   };

@@ -7,6 +7,11 @@
 #include "csrc/comm/rendezvous_actions.h"
 
 namespace hoccl {
+namespace {
+
+bool IsByNetwork(const Transfer& transfer) { return transfer.source().sender >= 0; }
+
+}  // namespace
 
 void Rendezvous::StartFlow(Meeting* meeting, int index, Actions* actions) {
   if (meeting->flows[index] != FlowState::kWaiting) return;
@@ -57,7 +62,7 @@ void Rendezvous::EndFlow(Meeting* meeting, int index, const Status& status, Acti
   meeting->flows[index] = FlowState::kEnded;
   if (status.ok()) {
     const int64_t bytes = meeting->transfers[index].bytes();
-    const bool by_network = meeting->transfers[index].source().sender >= 0;
+    const bool by_network = IsByNetwork(meeting->transfers[index]);
     const Engine engine = flow.src == flow.dst ? Engine::kLocalCopy : by_network ? Engine::kNic : Engine::kHost;
     if (bytes > 0) services_.statistics->CountBytes(engine, bytes);
   } else if (!meeting->failed()) {
@@ -121,7 +126,7 @@ void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
   if (post->segment >= 0) services_.segment->Release(post->segment);
   std::atomic_ref(post->ended).store(true, std::memory_order_release);
   if (post->caller_present) return;  // Post itself reports and counts it
-  actions->notices.push_back({post->lane, post->completion, std::move(post->outcome)});
+  actions->notices.push_back({post->completion, std::move(post->outcome)});
   --meeting->unfinished_posts;
 }
 
@@ -133,16 +138,19 @@ void Rendezvous::Perform(Actions* actions) {
       if (!services_.proxy->Send(process, message, -1, sent) && message.type == MessageType::kRead) actions->cut_off = true;
     }
     actions->messages.clear();
+    int64_t left = 0;  // of what is copied from this host's memory
+    for (const Transfer* transfer : actions->transfers) left += IsByNetwork(*transfer) ? 0 : transfer->bytes();
     for (Transfer* transfer : actions->transfers) {
-      const bool by_network = transfer->source().sender >= 0;
+      const bool by_network = IsByNetwork(*transfer);
       const bool is_here = transfer->source().local != nullptr;
       if (by_network && !is_here) {  // the one place where a flow takes the way between hosts
         services_.remote->Receive(transfer, this);
-      } else if (by_network || services_.executor->IsInline(*transfer)) {  // what came with a post is small
+      } else if (by_network || services_.executor->IsInline(*transfer, left)) {  // what came with a post is small
         actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
       } else {
         services_.executor->Submit(transfer);
       }
+      if (!by_network) left -= transfer->bytes();
     }
     actions->transfers.clear();
     for (const auto& [process, request, post, operand, label] : actions->sends)
@@ -150,9 +158,9 @@ void Rendezvous::Perform(Actions* actions) {
     actions->sends.clear();
     for (LocalPost* post : actions->cancelled) services_.remote->Cancel(post);
     actions->cancelled.clear();
-    for (auto& [lane, completion, outcome] : actions->notices) {
+    for (auto& [completion, outcome] : actions->notices) {
       if (outcome.ok() && actions->cut_off) outcome = Unavailable("this process was taken for dead and cut off while it read from a peer");
-      lane->Notify(completion, std::move(outcome));
+      completion.Tell(std::move(outcome));
     }
     actions->notices.clear();
     if (actions->ended.empty()) return;

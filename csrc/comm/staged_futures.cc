@@ -77,7 +77,7 @@ bool StagedFutures::Finish(int64_t device, FutureHandle handle, std::byte* resul
                             .bytes = bytes,
                             .what = what};
   Finishing* context = finishing.release();  // Forward, which may run before Finish returns, deletes it
-  if (!in_flight_->Finish(done, {.call = Finishing::Forward, .context = context}, outcome)) return false;
+  if (!in_flight_->Finish(done, {.call = Finishing::Forward, .context = context, .lane = completion.lane}, outcome)) return false;
   delete context;
   return true;
 }

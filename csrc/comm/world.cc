@@ -324,7 +324,6 @@ Result<std::unique_ptr<Binding>> World::Bind(const std::shared_ptr<const Call>& 
   binding->plan = place->plan;
   binding->rank = place->rank;
   binding->device = device;
-  binding->lane = lanes_.at(device).get();
   return binding;
 }
 
@@ -362,7 +361,6 @@ bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::b
                             .occurrence = binding->executions.fetch_add(1, std::memory_order_relaxed),
                             .operand = operand,
                             .result = result,
-                            .lane = binding->lane,
                             .copies = copies,
                             .completion = completion};
   if (binding->plan->program != nullptr) statistics_.CountPlanned();

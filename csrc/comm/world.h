@@ -54,7 +54,7 @@ struct WorldOptions {
   std::chrono::milliseconds timeout{300'000};
   int copy_threads = 0;  // 0: one for each core this process may use, at most 8
   int64_t chunk_bytes = 256 << 10;
-  int64_t inline_bytes = 32 << 10;
+  int64_t inline_bytes = 256 << 10;
   int64_t posted_bytes = 4 << 10;  // what goes to a process of this host together with the post, if it is no more
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};
@@ -76,7 +76,6 @@ struct Binding {
   std::shared_ptr<const GroupPlan> plan;
   int rank = 0;
   int64_t device = 0;  // global id
-  CompletionLane* lane = nullptr;
   std::atomic<uint32_t> executions = 0;
 };
 
@@ -99,8 +98,11 @@ class World {
   // Global id of the device that XLA calls `ordinal`; an error if it is not of this process.
   Result<int64_t> GlobalId(Platform platform, int32_t ordinal) const;
 
-  // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called
-  // on the device's lane. The operand must stay valid, and the result belongs to the engine, until then.
+  // The thread on which a CPU device of this process, by global id, goes on with its programs.
+  CompletionLane* LaneOf(int64_t device) const { return lanes_.at(device).get(); }
+
+  // Starts the operation. True: it has ended with *outcome already, and the completion is not called. False: the completion will be called.
+  // If it has a lane, the device's program waits for it. The operand must stay valid, and the result belongs to the engine, until then.
   // `table`: of a ragged all-to-all, see RaggedCopies.
   bool Post(Binding* binding, int64_t run, const std::byte* operand, std::byte* result, Completion completion, Status* outcome,
             std::span<const int64_t> table = {});
@@ -169,7 +171,7 @@ class World {
   Address address_;
   Statistics statistics_;
   Trace trace_;
-  InFlight in_flight_;  // outlives the lanes, which report to it
+  InFlight in_flight_;  // outlives all that report to it
   StagedFutures staged_futures_{&in_flight_};
   std::map<int64_t, std::unique_ptr<CompletionLane>> lanes_;  // by global id
   SharedSegment segment_;

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -108,6 +109,12 @@ Executor::~Executor() {
   }
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+}
+
+bool Executor::IsInline(const Transfer& transfer, int64_t together) const {
+  // In the background it is no more than a chunk, which foreground traffic may wait for.
+  if (transfer.background_) return together <= std::min(options_.inline_bytes, options_.chunk_bytes);
+  return transfer.bytes() <= options_.inline_bytes && together <= kInlineTransfers * options_.inline_bytes;
 }
 
 Status Executor::RunInline(Transfer* transfer) {

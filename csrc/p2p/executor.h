@@ -24,7 +24,7 @@ namespace hoccl {
 struct ExecutorOptions {
   int copy_threads = 1;
   int64_t chunk_bytes = 256 << 10;
-  int64_t inline_bytes = 32 << 10;  // transfers up to this size are copied by the thread that starts them
+  int64_t inline_bytes = 256 << 10;  // transfers up to this size are copied by the thread that starts them
   bool huge_pages = true;
   std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep background chunks from going
   Trace* trace = nullptr;                               // gets the chunks of transfers that have a label
@@ -37,8 +37,9 @@ class Executor {
   explicit Executor(const ExecutorOptions& options);
   ~Executor();  // finishes what was submitted
 
-  // Is the transfer so small that handing it to a copy thread costs more than copying it?
-  bool IsInline(const Transfer& transfer) const { return transfer.bytes() <= options_.inline_bytes; }
+  // Is the transfer so small that the thread which starts it should copy it? `together`: the bytes of all that it starts from this one on,
+  // of which the copy threads take what is more than a few small transfers.
+  bool IsInline(const Transfer& transfer, int64_t together) const;
 
   // Copies on the calling thread; the observer is not told.
   Status RunInline(Transfer* transfer);
@@ -55,6 +56,7 @@ class Executor {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr int kInlineTransfers = 4;
 
   // A piece of a transfer, and of others that take the same bytes from the same process.
   struct Chunk {

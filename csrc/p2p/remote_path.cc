@@ -300,7 +300,7 @@ void RemotePath::StartCopy(StagingSlot* slot, const Source& source, std::byte* d
   slot->state = SlotState::kCopying;
   slot->copy.owner = slot;
   slot->copy.Start(source, dst, piece, background, this);
-  if (executor_->IsInline(slot->copy)) {
+  if (executor_->IsInline(slot->copy, piece.bytes())) {
     OnTransferDone(&slot->copy, executor_->RunInline(&slot->copy));
   } else {
     executor_->Submit(&slot->copy);

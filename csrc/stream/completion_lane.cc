@@ -17,6 +17,14 @@ CompletionLane::~CompletionLane() {
   thread_.join();
 }
 
+void Completion::Tell(Status status) const {
+  if (lane != nullptr) {
+    lane->Notify(*this, std::move(status));
+  } else {
+    call(context, std::move(status));
+  }
+}
+
 void CompletionLane::Notify(Completion completion, Status status) {
   {
     std::lock_guard lock(mutex_);

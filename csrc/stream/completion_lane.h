@@ -13,10 +13,16 @@
 
 namespace hoccl {
 
+class CompletionLane;
+
 // What to call once an operation has ended, exactly once, with its status.
 struct Completion {
   void (*call)(void* context, Status status) = nullptr;
   void* context = nullptr;
+  // Whose thread shall call it. Null: whichever ends the operation, so that it may do but little there, and not block.
+  CompletionLane* lane = nullptr;
+
+  void Tell(Status status) const;
 };
 
 class CompletionLane {

@@ -74,7 +74,7 @@ class Instance {
     }
     Status outcome;
     if (world.Post(binding->get(), run, static_cast<const std::byte*>(operand), static_cast<std::byte*>(result),
-                   {.call = Complete, .context = promise}, &outcome)) {
+                   {.call = Complete, .context = promise, .lane = world.LaneOf(device)}, &outcome)) {
       Complete(promise, std::move(outcome));
     }
     return future;

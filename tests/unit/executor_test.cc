@@ -197,5 +197,19 @@ TEST_F(ExecutorTest, InTheBackgroundEachOfThemIsAChunk) {
   EXPECT_EQ(ChunksTakenFromThisProcess(true), 3 * kChunks);
 }
 
+TEST_F(ExecutorTest, ThePosterCopiesAFewSmallTransfers) {
+  const Executor executor({.copy_threads = 1, .chunk_bytes = 64, .inline_bytes = 100});
+  const auto is_inline = [&](int64_t bytes, int64_t together, bool background) {
+    Transfer transfer;
+    transfer.Start({}, nullptr, StridedCopy{.row_bytes = bytes}, background, nullptr);
+    return executor.IsInline(transfer, together);
+  };
+  EXPECT_TRUE(is_inline(100, 400, false));
+  EXPECT_FALSE(is_inline(100, 401, false));
+  EXPECT_FALSE(is_inline(101, 101, false));
+  EXPECT_TRUE(is_inline(32, 64, true));
+  EXPECT_FALSE(is_inline(32, 65, true)) << "foreground traffic would wait for more than a chunk";
+}
+
 }  // namespace
 }  // namespace hoccl

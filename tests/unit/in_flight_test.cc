@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
 #include <optional>
+#include <thread>
 
 #include "tests/unit/engine_test_support.h"
 
@@ -40,6 +42,20 @@ TEST_F(InFlightTest, DoneWaitsForTheTransfer) {
   End(*begun);
   ASSERT_TRUE(done_.status.has_value());
   EXPECT_TRUE(done_.status->ok());
+}
+
+TEST_F(InFlightTest, TheProgramGoesOnInItsLane) {
+  struct Place {
+    std::promise<std::thread::id> thread;
+    static void Tell(void* context, Status) { static_cast<Place*>(context)->thread.set_value(std::this_thread::get_id()); }
+  } place;
+  CompletionLane lane;
+  const Result<Completion> begun = in_flight_.Begin(StartOf(&result_));
+  ASSERT_TRUE(begun.ok());
+  EXPECT_EQ(begun->lane, nullptr) << "the transfer's end wakes nobody while no done waits for it";
+  EXPECT_FALSE(in_flight_.Finish(DoneOf(&result_, &result_), {.call = Place::Tell, .context = &place, .lane = &lane}, &now_));
+  End(*begun);
+  EXPECT_NE(place.thread.get_future().get(), std::this_thread::get_id());
 }
 
 TEST_F(InFlightTest, ATransferThatIsOverEndsDoneAtOnce) {

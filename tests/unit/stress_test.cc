@@ -138,14 +138,14 @@ void RunAll(Job& job, const std::vector<Step>& steps, int64_t run, uint32_t seed
 class StressTest : public testing::TestWithParam<int> {};
 
 TEST_P(StressTest, RandomCollectivesInRandomOrder) {
-  Job job(GetParam(), kDevices / GetParam(), {.copy_threads = 2});
+  Job job(GetParam(), kDevices / GetParam(), {.copy_threads = 2, .inline_bytes = 32 << 10});
   RunAll(job, RandomSteps(kSteps, 1), 1, 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Processes, StressTest, testing::Values(1, 2, 4), [](const auto& info) { return std::to_string(info.param); });
 
 TEST(StressTest, MemoryIsFlatOnceTheLoadIsKnown) {
-  Job job(2, kDevices / 2, {.copy_threads = 2});
+  Job job(2, kDevices / 2, {.copy_threads = 2, .inline_bytes = 32 << 10});
   const std::vector<Step> steps = RandomSteps(kSteps / 10, 2);
   for (int64_t run = 0; run < 3; ++run) RunAll(job, steps, run, 2);
   const auto used = [] {
