@@ -114,7 +114,7 @@ class Config:
         "HOCCL_INLINE_BYTES",
         256 << 10,
         _integer(0, 1 << 40),
-        "The thread that posts an operation does copies of at most so many bytes itself, four times as many together. Copy threads do the rest.",
+        "The thread that posts an operation does copies of at most so many bytes itself, four times as many together.",
     )
     posted_bytes: int = _setting(
         "HOCCL_POSTED_BYTES",

@@ -20,6 +20,7 @@ from jax import lax
 
 from hoccl_jax import collectives, futures
 from hoccl_jax.futures import prefetch_barrier
+from hoccl_jax.parallel.differentiable import merge, part, split
 
 Layer = Callable[[Any, Any], Any]  # (parameters, activations) -> activations
 
@@ -43,8 +44,9 @@ def apply_layers(
 ) -> Any:
     """Applies layers one after the other, `x = layer(params, x)`, gathering each one's parameters during the layer before.
 
-    Differentiable in shards and x. A layer is computed again in the backward pass, as under jax.checkpoint, so that neither its parameters
-    nor its intermediate values are kept. What `layer` takes from outside its arguments can't be differentiated.
+    Differentiable in the floating-point arrays of shards and x. A layer is computed again in the backward pass, as under jax.checkpoint,
+    so that neither its parameters nor its intermediate values are kept. What `layer` takes from outside its arguments can't be
+    differentiated.
 
     Args:
       layer: function of one layer's whole parameters and of activations, a pytree whose shapes and types it keeps.
@@ -169,11 +171,13 @@ def _apply_forward(layer: Layer, options: _Options, shards: Layers, x: Any) -> t
 
 def _apply_backward(layer: Layer, options: _Options, saved: Any, cotangent: Any) -> tuple[Layers, Any]:
     shards, inputs, last_input = saved
+    cotangent = part(cotangent, like=last_input)
 
     def pull_back(params: Any, x: Any, cotangent: Any) -> tuple[Any, Any]:
         # Tied to the cotangent, or XLA would merge this computation of the layer with the forward pass's and keep that one's results.
         (params, x), cotangent = prefetch_barrier((params, x), cotangent)
-        return jax.vjp(layer, params, x)[1](cotangent)
+        (params, fixed_params), (x, fixed_x) = split(params), split(x)
+        return jax.vjp(lambda params, x: part(layer(merge(params, fixed_params), merge(x, fixed_x))), params, x)[1](cotangent)
 
     def step(carry: tuple[Any, Any, Any], operands: tuple[Any, Any]) -> tuple[tuple[Any, Any, Any], Any]:
         """The gradient of one layer, while the one before it is gathered and the gradients of the one after it are reduced."""
@@ -189,7 +193,7 @@ def _apply_backward(layer: Layer, options: _Options, saved: Any, cotangent: Any)
     params = _gather(options, shards[last])
     if last == 0:
         gradient, cotangent = pull_back(params, last_input, cotangent)
-        return _join(_reduce(options, gradient), shards[1:]), cotangent
+        return _join(_reduce(options, gradient), part(shards[1:])), cotangent
     ahead, (gradient, cotangent) = _gather_beside(options, shards[last - 1], pull_back, params, last_input, cotangent)
     # Layers last - 1 to 1. Each also reduces the gradients of the layer after it, so the results are those of layers 2 to last.
     (cotangent, ahead, gradient), reduced = _loop(step, (cotangent, ahead, gradient), [shards[: last - 1], inputs[1:]], reverse=True)

@@ -27,6 +27,7 @@ from jax import lax
 from jax._src import core
 
 from hoccl_jax import collectives, futures
+from hoccl_jax.parallel.differentiable import merge, part, split
 
 Stage = Callable[[Any, Any], Any]  # (parameters, activations) -> activations
 Permute = Callable[[Any, Any, Any], Any]  # as jax.lax.ppermute
@@ -100,11 +101,11 @@ def loss(
 ) -> jax.Array:
     """This device's contribution to the loss of a pipeline: its sum over `axis_name` is the sum over microbatches.
 
-    Differentiable in `params` and in floating-point `microbatches`. The functions may hold no collective over `axis_name`; others are fine
-    where all devices of their groups are of one stage. What they take from outside their arguments can't be differentiated: pass it in
-    `params`. (With "1f1b" JAX says so, as a leaked tracer. With "gpipe" the gradient of a value that is the same on all stages would be a
-    sum over `axis_name` that only some stages come to, and waits for ever.) With "1f1b", under jax.grad, the loss and its gradients are
-    computed together, in the forward pass.
+    Differentiable in the floating-point arrays of `params` and `microbatches`. The functions may hold no collective over `axis_name`;
+    others are fine where all devices of their groups are of one stage. What they take from outside their arguments can't be
+    differentiated: pass it in `params`. (With "1f1b" JAX says so, as a leaked tracer. With "gpipe" the gradient of a value that is the
+    same on all stages would be a sum over `axis_name` that only some stages come to, and waits for ever.) With "1f1b", under jax.grad,
+    the loss and its gradients are computed together, in the forward pass.
 
     Args:
       enter: (params, microbatch) -> activations, a pytree of arrays. Computed by the first stage.
@@ -137,29 +138,19 @@ def loss(
         raise ValueError(f"leave must return a floating-point scalar, the loss of a microbatch; it returns {_described(value)}")
     if schedule == "gpipe":
         return _gpipe(functions, ring, params, microbatches)
-    leaves, structure = jax.tree.flatten(microbatches)
-    differs = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-    floats = [leaf for leaf, differentiable in zip(leaves, differs, strict=True) if differentiable]
-    rest = [leaf for leaf, differentiable in zip(leaves, differs, strict=True) if not differentiable]
-
-    def whole(floats: Any, rest: Any) -> Any:
-        sources = {True: iter(floats), False: iter(rest)}
-        return jax.tree.unflatten(structure, [next(sources[differentiable]) for differentiable in differs])
 
     @jax.custom_vjp
-    def total(params: Any, floats: Any, rest: Any) -> jax.Array:
-        return _gpipe(functions, ring, params, whole(floats, rest))  # nothing to go backward for
+    def total(one: Any, other: Any) -> jax.Array:
+        return _gpipe(functions, ring, *merge(one, other))  # nothing to go backward for
 
-    def forward(params: Any, floats: Any, rest: Any) -> tuple[jax.Array, Any]:
-        value, gradients = _one_f_one_b(functions, ring, params, floats, rest, whole)
-        return value, gradients
+    def forward(one: Any, other: Any) -> tuple[jax.Array, Any]:
+        return _one_f_one_b(functions, ring, *merge(one, other))
 
     def backward(gradients: Any, cotangent: jax.Array) -> Any:
-        params, floats = jax.tree.map(lambda gradient: (gradient * cotangent).astype(gradient.dtype), gradients)
-        return params, floats, None
+        return jax.tree.map(lambda gradient: (gradient * cotangent).astype(gradient.dtype), gradients), None
 
     total.defvjp(forward, backward)
-    return total(params, floats, rest)
+    return total(*split((params, microbatches)))
 
 
 class _Functions(NamedTuple):
@@ -267,37 +258,44 @@ def _gpipe(functions: _Functions, ring: _Ring, params: Any, microbatches: Any) -
     return total
 
 
-def _one_f_one_b(
-    functions: _Functions, ring: _Ring, params: Any, floats: Any, rest: Any, whole: Callable[[Any, Any], Any]
-) -> tuple[jax.Array, tuple[Any, Any]]:
-    """The loss, and its gradients by `params` and `floats`.
+def _one_f_one_b(functions: _Functions, ring: _Ring, params: Any, microbatches: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    """The loss, and its gradients by what of `params` and `microbatches` has any.
 
     At time t, stage s computes microbatch t - s forward, and t - (2 (S - 1) - s) backward. The last stage meets a microbatch in both
     directions in the same tick, so it leaves the forward computation to the backward one.
     """
-    microbatches = whole(floats, rest)
+    floats, rest = split(microbatches)
     count = _count(microbatches)
     slots = min(count, 2 * ring.size - 1)
     nothing = jax.tree.map(ring.zeros, _activation_types(functions, params, microbatches))
     zero = ring.zeros(jax.eval_shape(functions.leave, params, nothing, _at(microbatches, jnp.array(0))))
+    none = jax.tree.map(jnp.zeros_like, part(params)), part(nothing), jax.tree.map(jnp.zeros_like, _at(floats, jnp.array(0)))
 
     def backward(params: Any, x: Any, received: Any, number: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
         """(loss, gradients of the parameters, of the stage's input, of the microbatch)."""
-        own_floats, own_rest = _at(floats, number), _at(rest, number)
-        y, pull_stage = jax.vjp(functions.stage, params, x)
+        own, fixed_own = _at(floats, number), _at(rest, number)
+        (params, fixed_params), (x, fixed_x) = split(params), split(x)
+        y, pull_stage, fixed_y = jax.vjp(
+            lambda params, x: split(functions.stage(merge(params, fixed_params), merge(x, fixed_x))), params, x, has_aux=True
+        )
 
         def leave() -> tuple[jax.Array, Any, Any, Any]:
-            value, pull = jax.vjp(lambda params, y, own: functions.leave(params, y, whole(own, own_rest)), params, y, own_floats)
+            def value_of(params: Any, y: Any, own: Any) -> jax.Array:
+                return functions.leave(merge(params, fixed_params), merge(y, fixed_y), merge(own, fixed_own))
+
+            value, pull = jax.vjp(value_of, params, y, own)
             return value, *pull(jnp.ones_like(value))
 
-        no_gradient = jax.tree.map(jnp.zeros_like, (params, own_floats))
-        value, by_params, cotangent, by_floats = ring.where(ring.last, leave, (zero, no_gradient[0], received, no_gradient[1]))
+        value, by_params, cotangent, by_floats = ring.where(ring.last, leave, (zero, none[0], received, none[2]))
         of_stage, cotangent = pull_stage(cotangent)
 
         def enter() -> tuple[Any, Any]:
-            return jax.vjp(lambda params, own: functions.enter(params, whole(own, own_rest)), params, own_floats)[1](cotangent)
+            def entering(params: Any, own: Any) -> Any:
+                return part(functions.enter(merge(params, fixed_params), merge(own, fixed_own)))
 
-        entered = ring.where(ring.first, enter, no_gradient)
+            return jax.vjp(entering, params, own)[1](cotangent)
+
+        entered = ring.where(ring.first, enter, (none[0], none[2]))
         by_params = jax.tree.map(lambda *parts: parts[0] + parts[1] + parts[2], by_params, of_stage, entered[0])
         return value, by_params, cotangent, jax.tree.map(jnp.add, by_floats, entered[1])
 
@@ -322,10 +320,9 @@ def _one_f_one_b(
         # Backward, while the activations are on their way.
         works = (back >= 0) & (back < count)
         kept = _at(saved, jnp.where(works, back % slots, slots))
-        no_work = (zero, jax.tree.map(jnp.zeros_like, params), nothing, jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), floats))
 
         def turn(params: Any, kept: Any, cotangent: Any) -> Any:
-            return ring.where(works, lambda: backward(params, kept, cotangent, back), no_work)
+            return ring.where(works, lambda: backward(params, kept, cotangent, back), (zero, *none))
 
         received, (value, of_params, leaving, of_floats) = ring.beside(y, +1, turn, params, kept, cotangent)
         by_params = jax.tree.map(jnp.add, by_params, of_params)
@@ -336,6 +333,6 @@ def _one_f_one_b(
         return (received, leaving, saved, total + value, by_params, by_floats), None
 
     saved = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots + 1, *leaf.shape)), nothing)
-    start = (nothing, nothing, saved, zero, *jax.tree.map(jnp.zeros_like, (params, floats)))
+    start = (nothing, none[1], saved, zero, none[0], jax.tree.map(jnp.zeros_like, floats))
     (_, _, _, total, by_params, by_floats), _ = lax.scan(tick, ring.varying(start), jnp.arange(count + 2 * (ring.size - 1)))
     return total, (by_params, by_floats)

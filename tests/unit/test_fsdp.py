@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -67,6 +68,43 @@ def test_equals_the_layers_gathered_one_by_one(layers: int, check_vma: bool) -> 
     expected, *others = jax.jit(program)(*operands(layers))
     for result in others:
         jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_integers_among_parameters_and_activations(layers: int) -> None:
+    """They are gathered and passed on with what has gradients, and have none."""
+    rng = np.random.default_rng(layers)
+    weights = rng.integers(-2, 3, (layers, 8)).astype(np.float32)
+    shifts = rng.integers(0, 8, (layers, 8)).astype(np.int32)
+    x = {"x": rng.integers(-2, 3, (4, 8)).astype(np.float32), "number": np.arange(4, dtype=np.int32)}
+
+    def layer(params: Any, x: Any) -> Any:
+        return {"x": x["x"] * params["weight"] + x["number"][:, None] * params["shift"], "number": x["number"] + params["shift"][0]}
+
+    def loss(y: Any) -> jax.Array:
+        return jnp.sum(y["x"] * y["number"][:, None])
+
+    def alone(weights: jax.Array, x: Any) -> jax.Array:
+        for index in range(layers):
+            x = layer({"weight": weights[index], "shift": shifts[index]}, x)
+        return loss(x)
+
+    def sharded(weights: jax.Array, rows: jax.Array, shifts: jax.Array, number: jax.Array) -> Any:
+        def value(weights: jax.Array, rows: jax.Array, *, listed: bool) -> jax.Array:
+            shards: Any = {"weight": weights, "shift": shifts}
+            if listed:
+                shards = [jax.tree.map(lambda leaf, index=index: leaf[index], shards) for index in range(layers)]
+            return loss(fsdp.apply_layers(layer, shards, {"x": rows, "number": number}, axis_name="fsdp"))
+
+        results = [jax.value_and_grad(functools.partial(value, listed=listed), (0, 1))(weights, rows) for listed in (False, True)]
+        return [(lax.psum(part, "fsdp"), gradients) for part, gradients in results]
+
+    specs = P(None, "fsdp"), P("fsdp"), P(None, "fsdp"), P("fsdp")
+    mesh = Mesh(np.array(jax.devices()[:4]), "fsdp")
+    program = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=[(P(), specs[:2])] * 2)
+    value, (of_weights, of_x) = jax.value_and_grad(alone, (0, 1), allow_int=True)(weights, x)
+    for result in jax.jit(program)(weights, x["x"], shifts, x["number"]):
+        jax.tree.map(np.testing.assert_array_equal, result, (value, (of_weights, of_x["x"])))
 
 
 def test_parameters_are_gathered_once_a_pass_and_not_kept() -> None:

@@ -96,6 +96,44 @@ def test_loss_and_gradients_of_all_schedules(stages: int, count: int) -> None:
     same(value, expected[0])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_integers_among_parameters_and_activations(schedule: Any) -> None:
+    """They go through the pipeline with what has gradients, and have none."""
+    count, stages = 3, 3
+    microbatches = {"x": np.arange(count * 4, dtype=np.float32).reshape(count, 4), "number": np.arange(count, dtype=np.int32)}
+    weights, steps = np.array([[2.0], [3.0], [-1.0]], np.float32), np.array([[1], [2], [3]], np.int32)
+
+    def enter(params: Any, microbatch: Any) -> Any:
+        return {"x": microbatch["x"] * params["weight"], "number": microbatch["number"] + params["first"]}
+
+    def stage(params: Any, x: Any) -> Any:
+        return {"x": x["x"] * params["weight"] * x["number"], "number": x["number"] + params["step"][0]}
+
+    def leave(params: Any, y: Any, microbatch: Any) -> jax.Array:
+        return jnp.sum(y["x"] * y["number"]) * microbatch["number"]
+
+    def loss(weight: jax.Array, step: jax.Array, microbatches: Any) -> jax.Array:
+        params = {"weight": weight, "step": step, "first": 5}
+        return pipeline.loss(enter, stage, leave, params, microbatches, axis_name="stage", schedule=schedule)
+
+    def alone(weights: jax.Array) -> jax.Array:
+        total = jnp.zeros(())
+        for index in range(count):
+            microbatch = jax.tree.map(lambda leaf, index=index: leaf[index], microbatches)
+            x = enter({"weight": weights[0], "first": 5}, microbatch)
+            for weight, step in zip(weights, steps, strict=True):
+                x = stage({"weight": weight, "step": step}, x)
+            total += leave(None, x, microbatch)
+        return total
+
+    def body(weights: jax.Array, steps: jax.Array, microbatches: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(weights[0], steps[0], microbatches)
+        return lax.psum(value, "stage"), gradient[None]
+
+    program = jax.shard_map(body, mesh=mesh(stages), in_specs=(P("stage"), P("stage"), P()), out_specs=(P(), P("stage")))
+    same(jax.jit(program)(weights, steps, microbatches), jax.value_and_grad(alone)(weights))
+
+
 def test_without_check_vma_gradients_are_those_of_each_stage() -> None:
     params, microbatches = operands(3, 4)
     expected = jax.grad(one_after_the_other)(params, jax.tree.map(jnp.asarray, microbatches))
