@@ -121,7 +121,7 @@ class Future:
 
     A future that was started with `staged=True` lives in buffers of hoccl_jax's own, and may be carried through anything; what is said
     above of buffers does not concern it. A loop may drop the one that its last round started. It costs a copy of the operand and one of the
-    result. Only CPU devices have it, and only operations that move something; gathers and broadcasts have no gradient then.
+    result. Only CPU devices have it; gathers and broadcasts have no gradient then.
 
     A future is a pytree of arrays, so that `jax.lax.optimization_barrier` and `overlap` can order it. Its leaves are of no other use.
     """

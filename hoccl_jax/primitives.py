@@ -226,8 +226,13 @@ def lower(collective: Collective, platform: str, ctx: Any, operand: Any, *, opti
     return [result]
 
 
-def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, options: Options, params: Params) -> Params | None:
-    """The attributes of the custom call, which docs/design.md explains; None where nothing moves. Takes the call's number."""
+def call_attributes(
+    collective: Collective, ctx: Any, given: Any, wanted: Any, options: Options, params: Params, *, even_alone: bool = False
+) -> Params | None:
+    """The attributes of the custom call, which docs/design.md explains; None where nothing moves. Takes the call's number.
+
+    `even_alone`: what a rank keeps for itself moves too, in a group that has no other.
+    """
     runtime.register_targets()
     groups = _groups(ctx, params)
     if any(len(group) != len(groups[0]) for group in groups):
@@ -237,7 +242,7 @@ def call_attributes(collective: Collective, ctx: Any, given: Any, wanted: Any, o
     data = wanted if collective.kind == "recv" else given
     if not core.is_constant_shape(data.shape):
         raise NotImplementedError(f"{collective.kind}: symbolic shapes, got {data.shape}")
-    if not moves(collective, ctx, data, params):
+    if not moves(collective, ctx, data, params, even_alone=even_alone):
         return None
     physical = core.physical_aval(data)
     form = collective.form(ctx, groups, physical.shape, params)
@@ -271,10 +276,10 @@ def refuse_automatic_axes(ctx: Any, what: str) -> None:
         )
 
 
-def moves(collective: Collective, ctx: Any, data: Any, params: Params) -> bool:
+def moves(collective: Collective, ctx: Any, data: Any, params: Params, *, even_alone: bool = False) -> bool:
     """Is there anything to move from one rank to another?"""
     alone = len(_groups(ctx, params)[0]) == 1 and not collective.one_sided
-    return not alone and data.size > 0 and bool(params.get("perm", True))
+    return (even_alone or not alone) and data.size > 0 and bool(params.get("perm", True))
 
 
 def _groups(ctx: Any, params: Params) -> Groups:

@@ -158,12 +158,47 @@ def test_staged_futures_go_through_branches_and_jit() -> None:
     assert_same(*run(body, operand(5)))
 
 
-@pytest.mark.parametrize(("name", "arguments"), [case for case in OPERATIONS if case[1] != {"perm": []}])
+@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
 def test_every_operation_has_a_staged_form(name: str, arguments: dict[str, Any]) -> None:
     def body(x: jax.Array) -> Any:
         return getattr(hoccl_jax, f"{name}_start")(x, "x", staged=True, **arguments).done(), theirs(name, x, **arguments)[0]
 
     assert_same(*run(body, operand(8, 4)))
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+def test_nothing_is_staged_too(name: str, arguments: dict[str, Any]) -> None:
+    def body(x: jax.Array) -> Any:  # jax.lax gathers nothing that is empty
+        future = getattr(hoccl_jax, f"{name}_start")(x, "x", staged=True, **arguments)
+        return future.done(), getattr(hoccl_jax, name)(x, "x", **arguments)
+
+    assert_same(*run(body, operand(0, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("all_gather", {"tiled": True}),
+        ("all_to_all", {"split_axis": 0, "concat_axis": 1, "tiled": True}),
+        ("ppermute", {"perm": [(0, 0)]}),
+        ("pbroadcast", {"source": 0}),
+    ],
+)
+def test_a_rank_alone_stages_what_it_keeps(name: str, arguments: dict[str, Any]) -> None:
+    """The buffers are the engine's even so: a loop carries the future while its operand changes."""
+
+    def body(x: jax.Array) -> Any:
+        def step(future: hoccl_jax.Future, scale: jax.Array) -> Any:
+            y = future.done() * scale
+            return start(y), y
+
+        start = functools.partial(getattr(hoccl_jax, f"{name}_start"), axis_name="x", staged=True, **arguments)
+        return lax.scan(step, start(x), jnp.arange(1.0, 4.0))[1]
+
+    alone = Mesh(np.array(jax.devices()[:1]), "x")
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    results = jax.jit(jax.shard_map(body, mesh=alone, in_specs=P("x"), out_specs=P(None, "x"), check_vma=False))(x)
+    np.testing.assert_array_equal(results, np.stack([x, 2 * x, 6 * x]))
 
 
 def test_a_staged_future_is_used_once() -> None:
