@@ -8,32 +8,12 @@
 #include <utility>
 
 #include "csrc/device/host/process_memory.h"
+#include "csrc/p2p/turns.h"
 
 namespace hoccl {
 namespace {
 
 constexpr int64_t kHugePageBytes = 4 << 20;
-
-// Offers the core between chunks to a thread of the program that wants to post, and would otherwise wait out the copy thread's time slice.
-// Where others compute all the time, such a turn lasts a slice of theirs. Then it is not offered again for so long that it hardly counts.
-class Turns {
-  using Clock = std::chrono::steady_clock;
-
- public:
-  void Offer() {
-    const Clock::time_point begin = Clock::now();
-    if (begin < next_) return;
-    ::sched_yield();
-    const Clock::time_point end = Clock::now();
-    if (end - begin > kLong) next_ = end + kPause * (end - begin);
-  }
-
- private:
-  static constexpr std::chrono::milliseconds kLong{1};
-  static constexpr int kPause = 20;  // times what the turn took
-
-  Clock::time_point next_;
-};
 
 }  // namespace
 
@@ -242,7 +222,7 @@ void Executor::Run(int lane) {
   pthread_setname_np(pthread_self(), "hoccl-copy");
   Trace::SetLane(lane);
   Chunk chunk;
-  Turns turns;
+  Turns turns([] { ::sched_yield(); });
   std::unique_lock lock(mutex_);
   for (;;) {
     if (!TakeChunk(&chunk)) {

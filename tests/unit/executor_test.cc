@@ -8,11 +8,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <semaphore>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "csrc/p2p/turns.h"
 
 namespace {
 
@@ -195,6 +198,28 @@ TEST_F(ExecutorTest, ReceiversOfThisProcessesMemoryTakeEachChunkTogether) {
 TEST_F(ExecutorTest, InTheBackgroundEachOfThemIsAChunk) {
   constexpr int kChunks = 16;
   EXPECT_EQ(ChunksTakenFromThisProcess(true), 3 * kChunks);
+}
+
+TEST_F(ExecutorTest, TurnsThatLastAreSeldomOffered) {
+  using std::chrono::microseconds;
+  Turns::Clock::time_point now{std::chrono::hours(1)};
+  microseconds lasts{500};
+  int taken = 0;
+  Turns turns(
+      [&] {
+        ++taken;
+        now += lasts;
+      },
+      [&] { return now; });
+  for (int i = 0; i < 10; ++i) turns.Offer();
+  EXPECT_EQ(taken, 10);
+  lasts = microseconds(3000);
+  turns.Offer();
+  EXPECT_EQ(taken, 11);
+  for (const Turns::Clock::time_point again = now + 20 * lasts; now < again; now += microseconds(100)) turns.Offer();
+  EXPECT_EQ(taken, 11) << "others have had a slice of their own";
+  turns.Offer();
+  EXPECT_EQ(taken, 12);
 }
 
 TEST_F(ExecutorTest, ThePosterCopiesAFewSmallTransfers) {
