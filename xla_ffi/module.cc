@@ -166,9 +166,11 @@ nb::dict DescribeTopology() {
   topology["processes"] = processes;
   nb::dict cuda;
   if (world->streams() != nullptr) {
-    for (const auto& [global_id, device] : world->streams()->Devices()) {
-      const std::string text = device->properties().name + "\n" + device->capabilities().ToString();
-      cuda[nb::int_(global_id)] = nb::str(text.c_str());
+    for (const StreamExchange::DeviceView& device : world->streams()->Devices()) {
+      const std::string context = device.own_context.ok() ? "yes" : "no (" + device.own_context.message() + ")";
+      const std::string text = device.cuda->properties().name + "\n" + device.cuda->capabilities().ToString() +
+                               "copies in a context of their own: " + context + "\n";
+      cuda[nb::int_(device.global_id)] = nb::str(text.c_str());
     }
   }
   topology["cuda"] = cuda;

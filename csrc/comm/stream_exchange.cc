@@ -60,6 +60,7 @@ Status StreamExchange::StartDevices() {
     // block it.
     Result<std::unique_ptr<cuda::CudaDevice>> apart = cuda::CudaDevice::CreateContext(**cuda);
     device->copier = apart.ok() ? apart->get() : cuda->get();
+    device->own_context = apart.status();
     if (apart.ok()) resources_->contexts.push_back(*std::move(apart));
     device->pushes =
         std::make_unique<PushExecutor>(*device->copier, PushExecutorOptions{.chunk_bytes = options_.chunk_bytes,
@@ -224,9 +225,9 @@ void StreamExchange::ResetBackgroundCounts() {
   for (const auto& device : devices_) device->pushes->ResetBackgroundCounts();
 }
 
-std::vector<std::pair<int64_t, const cuda::CudaDevice*>> StreamExchange::Devices() const {
-  std::vector<std::pair<int64_t, const cuda::CudaDevice*>> devices;
-  for (const auto& device : devices_) devices.emplace_back(device->entry.global_id, device->cuda);
+std::vector<StreamExchange::DeviceView> StreamExchange::Devices() const {
+  std::vector<DeviceView> devices;
+  for (const auto& device : devices_) devices.push_back({device->entry.global_id, device->cuda, device->own_context});
   return devices;
 }
 

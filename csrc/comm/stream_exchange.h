@@ -129,8 +129,13 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   BackgroundCounts background_counts();
   void ResetBackgroundCounts();
 
-  // What the devices of this process can do, for people.
-  std::vector<std::pair<int64_t, const cuda::CudaDevice*>> Devices() const;
+  struct DeviceView {
+    int64_t global_id = 0;
+    const cuda::CudaDevice* cuda = nullptr;
+    Status own_context;  // why what copies by itself has no context of its own, if it has none
+  };
+  // The devices of this process, for people among others.
+  std::vector<DeviceView> Devices() const;
 
   void OnProcessConnected(int process) override;
   void OnMessage(int process, const Message& message, UniqueFd fd) override;

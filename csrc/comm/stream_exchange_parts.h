@@ -29,6 +29,7 @@ struct StreamExchange::Device {
   DeviceEntry entry;
   const cuda::CudaDevice* cuda = nullptr;
   const cuda::CudaDevice* copier = nullptr;  // the same by the context of all copies that are not in a program's stream
+  Status own_context;                        // an error: `copier` has JAX's, for this reason
   std::unique_ptr<cuda::ExportCache> exports;
   std::unique_ptr<cuda::ImportCache> imports;
   std::unique_ptr<cuda::SideStreams> side_streams;

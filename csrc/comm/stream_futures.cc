@@ -7,8 +7,8 @@ namespace hoccl {
 Result<StreamFutures::Device*> StreamFutures::DeviceOf(int64_t device) {
   Device& found = devices_[device];
   if (found.cuda != nullptr) return &found;
-  for (const auto& [global_id, cuda] : exchange_->Devices()) {
-    if (global_id == device) found.cuda = cuda;
+  for (const StreamExchange::DeviceView& view : exchange_->Devices()) {
+    if (view.global_id == device) found.cuda = view.cuda;
   }
   if (found.cuda == nullptr) return FailedPrecondition("device " + std::to_string(device) + " is not a CUDA device of this process");
   return &found;

@@ -104,6 +104,14 @@ class FakeCudaExchangeFailureTest : public CudaExchangeFailureTest {
   }
 };
 
+TEST_F(FakeCudaExchangeFailureTest, WithoutMemoryForAnotherContextTheEngineSharesTheProgramsAndSaysSo) {
+  Fake().fakeCudaFail("cuCtxCreate", CUDA_ERROR_OUT_OF_MEMORY, 0, 1);
+  CudaJob job(driver(), 2, 1, {.in_stream_bytes = 0});
+  ExpectContains(job.world(0).streams()->Devices().front().own_context, {"cuCtxCreate", "OUT_OF_MEMORY"});
+  EXPECT_OK(job.world(1).streams()->Devices().front().own_context);
+  RunAndCheck(job, MakeCall(AllGather(100), {{0, 1}}, 1), 1, {0, 1});
+}
+
 TEST_F(FakeCudaExchangeFailureTest, AFailedCopyIsReported) {
   CudaJob job(driver(), 2, 1, {.in_stream_bytes = 0});
   // No rank keeps a slice of its own, which it would copy itself.
