@@ -180,10 +180,15 @@ def _batched(collective: Collective, axis: Any, params: Params) -> Params:
 
 def _batch_start(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
     (operand,), (dim,) = operands, dims
-    return HALVES[collective.twin].start.bind(jnp.moveaxis(operand, dim, 0), **_batched(collective, axis, params)), (0, 0)
+    batched = _batched(collective, axis, params)
+    if dim is None:
+        return HALVES[collective.twin].start.bind(operand, **params), (dim, dim)
+    return HALVES[collective.twin].start.bind(jnp.moveaxis(operand, dim, 0), **batched), (0, 0)
 
 
 def _batch_done(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    if all(dim is None for dim in dims):
+        return HALVES[collective.twin].done.bind(*operands, **params), None
     if tuple(dims) != (0, 0):
         raise ValueError(f"done() of {collective.kind}: its future was rebuilt under vmap; call done() of what the start returned")
     return HALVES[collective.twin].done.bind(*operands, **_batched(collective, axis, params)), 0
@@ -333,12 +338,17 @@ def _transpose_staged_start(collective: Collective, handle: Any, operand: Any, *
 
 def _batch_staged_start(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
     """The transfer is one; its handle is repeated, so that done sees that it is batched."""
+    batched = _batched(collective, axis, params)
+    if dims[0] is None:
+        return HALVES[collective.twin].staged_start.bind(operands[0], **params), None
     operand = jnp.moveaxis(operands[0], dims[0], 0)
-    handle = HALVES[collective.twin].staged_start.bind(operand, **_batched(collective, axis, params))
+    handle = HALVES[collective.twin].staged_start.bind(operand, **batched)
     return jnp.broadcast_to(handle, (axis.size, 2)), 0
 
 
 def _batch_staged_done(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    if dims[0] is None:
+        return HALVES[collective.twin].staged_done.bind(operands[0], **params), None
     handle = lax.index_in_dim(operands[0], 0, dims[0], keepdims=False)
     params = _batched(collective, axis, params) | {"shape": (axis.size, *params["shape"])}
     return HALVES[collective.twin].staged_done.bind(handle, **params), 0

@@ -20,11 +20,12 @@ import jax
 from jax import lax
 from jax._src import core
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import parallel
 from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import Primitive
 
-from hoccl_jax import primitives
+from hoccl_jax import collectives, primitives
 from hoccl_jax.collectives import AxisName, Priority, checked_options
 from hoccl_jax.config import Config
 from hoccl_jax.future_primitives import HALVES
@@ -113,6 +114,8 @@ class Future:
       start because nothing uses it);
     - one whose buffer XLA has copied: an error of the program.
 
+    A future whose result, rather than itself, is of no use goes with it: where nothing uses what done() or `overlap` gives, nothing moves.
+
     An error of another part of the program between start and done, such as an exception in a callback, frees buffers under a transfer that
     runs; hoccl_jax's own errors wait for it.
 
@@ -122,6 +125,8 @@ class Future:
     A future that was started with `staged=True` lives in buffers of hoccl_jax's own, and may be carried through anything; what is said
     above of buffers does not concern it. A loop may drop the one that its last round started. It costs a copy of the operand and one of the
     result. Only CPU devices have it; gathers and broadcasts have no gradient then.
+
+    Random keys are moved as a whole, at the start.
 
     A future is a pytree of arrays, so that `jax.lax.optimization_barrier` and `overlap` can order it. Its leaves are of no other use.
     """
@@ -164,7 +169,7 @@ def _start(function: Callable[..., Any], priority: str, staged: bool, operand: A
     call = _Call(function, _frozen(arguments), frozen, options, staged)
     # Behind a barrier: XLA fuses a slice into the custom calls that take it, start and done each, and forgets that done's result is
     # the start's buffer.
-    leaves, structure = jax.tree.flatten(barrier(operand))
+    leaves, structure = jax.tree.flatten(barrier((), operand)[1])
     begun = [_begin(call, leaf) for leaf in leaves]
     return Future(call, [started for started, _ in begun], [aval for _, aval in begun], structure)
 
@@ -172,10 +177,13 @@ def _start(function: Callable[..., Any], priority: str, staged: bool, operand: A
 def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
     """What the start gave, and the type of the operand; or the result, and None."""
     aval = core.typeof(leaf)
-    if aval is not core.abstract_token:
-        _refuse_keys(call.function, aval)
     if Config.from_env().disable:
         return (call(leaf),), None
+    if aval is not core.abstract_token and _is_key(aval):  # few bytes, which have no halves
+        if call.function is parallel.psend:
+            _refuse_key(call.function, aval)
+        whole = getattr(collectives, call.function.__name__)
+        return (whole(leaf, *call.arguments, **dict(call.keywords), priority=call.options.priority),), None
     with core.take_current_trace() as around:
         capture = _Capture(around, call)
         try:
@@ -185,9 +193,12 @@ def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
             return capture.started, aval
 
 
-def _refuse_keys(function: Callable[..., Any], aval: Any) -> None:
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        raise NotImplementedError(f"{function.__name__}_start of {aval.str_short()}: keys have no halves; use {function.__name__}")
+def _is_key(aval: Any) -> bool:
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _refuse_key(function: Callable[..., Any], aval: Any) -> None:
+    raise NotImplementedError(f"{function.__name__}_start of {aval.str_short()}: keys have no halves; use {function.__name__}")
 
 
 def _done(call: _Call, started: tuple[Any, ...], aval: Any) -> Any:
@@ -232,9 +243,9 @@ def overlap(future: Any, function: Callable[..., Any], *arguments: Any) -> tuple
         raise TypeError(f"overlap: future must be a Future, or a pytree of them, got {type(wrong[0]).__name__}")
     for each in futures:
         each._use()
-    futures, arguments = barrier((futures, arguments))
+    futures, arguments = barrier(futures, arguments)
     computed = function(*arguments)
-    futures, computed = barrier((futures, computed))
+    futures, computed = barrier(futures, computed)
     return jax.tree.unflatten(structure, [each.done() for each in futures]), computed
 
 
@@ -325,7 +336,8 @@ def precv_start(
     """
     primitives.check_tokens("precv_start", token)
     like = jax.ShapeDtypeStruct(out_shape.shape, out_shape.dtype)
-    _refuse_keys(parallel.precv, core.ShapedArray(like.shape, like.dtype))
+    if _is_key(like):
+        _refuse_key(parallel.precv, core.ShapedArray(like.shape, like.dtype))
     return _start(parallel.precv, priority, staged, token, like, axis_name, perm)
 
 
@@ -348,38 +360,58 @@ def prefetch_barrier(operands: Any, after: Any) -> tuple[Any, Any]:
     Returns:
       (operands, after), to be used in place of the arguments.
     """
-    return barrier((operands, after))
+    return barrier((), (operands, after))[1]
 
 
-def barrier(tree: Any) -> Any:
-    """jax.lax.optimization_barrier, but for two things that differ between versions of jax: values keep their types under check_vma, and
-    cotangents that are zero stay symbolic."""
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _barrier_p.bind(*leaves))
+def barrier(futures: Any, values: Any) -> tuple[Any, Any]:
+    """jax.lax.optimization_barrier, but for three things: values keep their types under check_vma, and cotangents that are zero stay
+    symbolic, in all versions of jax; and a future whose result nothing uses does not stay because of it."""
+    leaves, structure = jax.tree.flatten((futures, values))
+    count = len(jax.tree.leaves(futures))
+    of_futures = (True,) * count + (False,) * (len(leaves) - count)
+    return jax.tree.unflatten(structure, _barrier_p.bind(*leaves, of_futures=of_futures))
 
 
 _barrier_p = Primitive("hoccl_barrier")
 _barrier_p.multiple_results = True
-_barrier_p.def_impl(lambda *values: jax.lax.optimization_barrier(values))
-_barrier_p.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(_barrier_p, lambda ctx, *values: hlo.OptimizationBarrierOp(values).results)
-batching.primitive_batchers[_barrier_p] = lambda operands, dims: (_barrier_p.bind(*operands), dims)
+_barrier_p.def_impl(lambda *values, of_futures: jax.lax.optimization_barrier(values))
+_barrier_p.def_abstract_eval(lambda *avals, of_futures: list(avals))
+mlir.register_lowering(_barrier_p, lambda ctx, *values, of_futures: hlo.OptimizationBarrierOp(values).results)
+batching.primitive_batchers[_barrier_p] = lambda operands, dims, of_futures: (_barrier_p.bind(*operands, of_futures=of_futures), dims)
 
 
-def _bind_nonzero(values: Any) -> list[Any]:
+def _those(chosen: Sequence[bool], values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(value for value, there in zip(values, chosen, strict=True) if there)
+
+
+def _bind_nonzero(values: Sequence[Any], of_futures: Sequence[bool]) -> list[Any]:
     """Binds what is not a symbolic zero."""
     present = [not isinstance(value, ad.Zero) for value in values]
-    bound = iter(_barrier_p.bind(*(value for value, there in zip(values, present, strict=True) if there)) if any(present) else ())
+    bound = iter(_barrier_p.bind(*_those(present, values), of_futures=_those(present, of_futures)) if any(present) else ())
     return [next(bound) if there else value for value, there in zip(values, present, strict=True)]
 
 
-def _barrier_jvp(primals: Any, tangents: Any) -> Any:
-    return _barrier_p.bind(*primals), _bind_nonzero(tangents)
+def _barrier_jvp(primals: Any, tangents: Any, *, of_futures: Any) -> Any:
+    return _barrier_p.bind(*primals, of_futures=of_futures), _bind_nonzero(tangents, of_futures)
 
 
-def _barrier_transpose(cotangents: Any, *_primals: Any) -> Any:
-    return _bind_nonzero(cotangents)
+def _barrier_transpose(cotangents: Any, *_primals: Any, of_futures: Any) -> Any:
+    return _bind_nonzero(cotangents, of_futures)
+
+
+def _remove_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    """Where a done has been removed because nothing uses its result, the start must go as well."""
+    of_futures = equation.params["of_futures"]
+    kept = [any(used) and (there or not droppable) for there, droppable in zip(used, of_futures, strict=True)]
+    if not any(kept):
+        return kept, None
+    return kept, equation.replace(
+        invars=list(_those(kept, equation.invars)),
+        outvars=list(_those(kept, equation.outvars)),
+        params={"of_futures": _those(kept, of_futures)},
+    )
 
 
 ad.primitive_jvps[_barrier_p] = _barrier_jvp
 ad.primitive_transposes[_barrier_p] = _barrier_transpose
+pe.dce_rules[_barrier_p] = _remove_unused

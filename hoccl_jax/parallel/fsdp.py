@@ -58,7 +58,8 @@ def apply_layers(
         each array of a layer.
       all_gather: a function like jax.lax.all_gather.
       halves: gather by hoccl_jax.all_gather_start before a layer and done after it, whatever `all_gather` is. On GPUs all arrays of a layer
-        are then on their way during the layer before, where XLA lets at most two plain gathers run at a time.
+        are then on their way during the layer before, where XLA lets at most two plain gathers run at a time. Needs jax.jit around it, as
+        all futures do.
 
     Returns:
       The output of the last layer. Gradients of the shards are sums over `axis_name`, by jax.lax.psum_scatter, and sharded as the shards.

@@ -276,7 +276,7 @@ def _one_f_one_b(functions: _Functions, ring: _Ring, params: Any, microbatches: 
         own, fixed_own = _at(floats, number), _at(rest, number)
         (params, fixed_params), (x, fixed_x) = split(params), split(x)
         y, pull_stage, fixed_y = jax.vjp(
-            lambda params, x: split(functions.stage(merge(params, fixed_params), merge(x, fixed_x))), params, x, has_aux=True
+            lambda params, x: split(ring.varying(functions.stage(merge(params, fixed_params), merge(x, fixed_x)))), params, x, has_aux=True
         )
 
         def leave() -> tuple[jax.Array, Any, Any, Any]:
@@ -291,7 +291,7 @@ def _one_f_one_b(functions: _Functions, ring: _Ring, params: Any, microbatches: 
 
         def enter() -> tuple[Any, Any]:
             def entering(params: Any, own: Any) -> Any:
-                return part(functions.enter(merge(params, fixed_params), merge(own, fixed_own)))
+                return part(ring.varying(functions.enter(merge(params, fixed_params), merge(own, fixed_own))))
 
             return jax.vjp(entering, params, own)[1](cotangent)
 

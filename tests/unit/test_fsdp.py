@@ -90,21 +90,45 @@ def test_integers_among_parameters_and_activations(layers: int) -> None:
         return loss(x)
 
     def sharded(weights: jax.Array, rows: jax.Array, shifts: jax.Array, number: jax.Array) -> Any:
-        def value(weights: jax.Array, rows: jax.Array, *, listed: bool) -> jax.Array:
+        def value(weights: jax.Array, rows: jax.Array, *, listed: bool, halves: bool) -> jax.Array:
             shards: Any = {"weight": weights, "shift": shifts}
             if listed:
                 shards = [jax.tree.map(lambda leaf, index=index: leaf[index], shards) for index in range(layers)]
-            return loss(fsdp.apply_layers(layer, shards, {"x": rows, "number": number}, axis_name="fsdp"))
+            return loss(fsdp.apply_layers(layer, shards, {"x": rows, "number": number}, axis_name="fsdp", halves=halves))
 
-        results = [jax.value_and_grad(functools.partial(value, listed=listed), (0, 1))(weights, rows) for listed in (False, True)]
+        ways = [functools.partial(value, listed=listed, halves=halves) for listed in (False, True) for halves in (False, True)]
+        results = [jax.value_and_grad(way, (0, 1))(weights, rows) for way in ways]
         return [(lax.psum(part, "fsdp"), gradients) for part, gradients in results]
 
     specs = P(None, "fsdp"), P("fsdp"), P(None, "fsdp"), P("fsdp")
     mesh = Mesh(np.array(jax.devices()[:4]), "fsdp")
-    program = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=[(P(), specs[:2])] * 2)
+    program = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=[(P(), specs[:2])] * 4)
     value, (of_weights, of_x) = jax.value_and_grad(alone, (0, 1), allow_int=True)(weights, x)
     for result in jax.jit(program)(weights, x["x"], shifts, x["number"]):
         jax.tree.map(np.testing.assert_array_equal, result, (value, (of_weights, of_x["x"])))
+
+
+@pytest.mark.parametrize("halves_", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_what_nothing_uses_and_what_vmap_leaves_alone(listed: bool, halves_: bool) -> None:
+    """A parameter that the layer ignores, an output that only the gradient would need, and parameters beside batched activations."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.integers(-1, 2, (3, 8, 8)).astype(np.float32), "ignored": np.zeros((3, 8), np.float32)}
+    x = rng.integers(-2, 3, (5, 4, 8)).astype(np.float32)
+
+    def network(params: Any, x: jax.Array) -> jax.Array:
+        shards = [jax.tree.map(lambda leaf, index=index: leaf[index], params) for index in range(3)] if listed else params
+        return fsdp.apply_layers(lambda params, x: x @ params["w"], shards, x, axis_name="fsdp", halves=halves_)
+
+    def alone(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.vmap(lambda x: functools.reduce(jnp.matmul, params["w"], x))(x))
+
+    def body(params: Any, x: jax.Array) -> Any:
+        return jax.grad(lambda params: jnp.sum(jax.vmap(network, (None, 0))(params, x)))(params)
+
+    specs = P(None, "fsdp"), P(None, "fsdp")
+    program = jax.shard_map(body, mesh=Mesh(np.array(jax.devices()[:4]), "fsdp"), in_specs=specs, out_specs=specs[0])
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(program)(params, x), jax.grad(alone)(params, x))
 
 
 def test_parameters_are_gathered_once_a_pass_and_not_kept() -> None:

@@ -298,6 +298,68 @@ def test_a_vmapped_axis_is_refused() -> None:
         jax.vmap(lambda x: hoccl_jax.ppermute_start(x, "x", RING).done(), axis_name="x")(np.arange(4))
 
 
-def test_keys_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="keys have no halves"):
-        run(lambda x: jax.random.key_data(start(jax.random.wrap_key_data(x)).done()), operand(2, dtype=np.uint32))
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+def test_keys_are_moved_as_a_whole(name: str, arguments: dict[str, Any], staged: bool) -> None:
+    def body(x: jax.Array) -> Any:
+        operand = {"key": jax.random.wrap_key_data(x), "x": x[..., 0]}
+        future = getattr(hoccl_jax, f"{name}_start")(operand, "x", staged=staged, **arguments)
+        whole = getattr(hoccl_jax, name)(operand, "x", **arguments)  # of jax.lax the all_gather fails on them
+        results = hoccl_jax.overlap(future, exact, operand["x"])[0], whole
+        return [result | {"key": jax.random.key_data(result["key"])} for result in results]
+
+    assert_same(*run(body, operand(8, 4, 2, dtype=np.uint32)))
+
+
+# What nothing uses
+
+
+def unused(x: jax.Array) -> jax.Array:
+    return hoccl_jax.overlap(start(x), jnp.sin, x)[1]
+
+
+def unused_by_the_caller(x: jax.Array) -> jax.Array:
+    return jax.jit(functools.partial(ours, "ppermute", perm=RING))(x)[1]
+
+
+def unused_in_a_branch(x: jax.Array) -> jax.Array:
+    return lax.cond(x[0] < 1e6, functools.partial(ours, "ppermute", perm=RING), lambda x: (x, x), x)[1]
+
+
+def gradient_that_is_not_asked_for(x: jax.Array) -> jax.Array:
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        received, y = hoccl_jax.overlap(start(x), jnp.square, y)
+        return jnp.sum(received + y)
+
+    return jax.grad(loss, 1)(x, x)
+
+
+@pytest.mark.parametrize("function", [unused, unused_by_the_caller, unused_in_a_branch])
+def test_a_result_that_nothing_uses_moves_nothing(function: Callable[[jax.Array], jax.Array]) -> None:
+    hoccl_jax.init()
+    hoccl_jax.reset_stats()
+    jax.block_until_ready(run(function, operand(8)))
+    assert hoccl_jax.stats()["operations"]["ppermute"] == 0
+
+
+def test_a_gradient_that_is_not_asked_for_moves_nothing() -> None:
+    hoccl_jax.init()
+    hoccl_jax.reset_stats()
+    x = operand(8)
+    np.testing.assert_array_equal(run(gradient_that_is_not_asked_for, x), 2 * x)
+    assert hoccl_jax.stats()["operations"]["ppermute"] == 0
+
+
+# What vmap leaves alone
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+def test_a_future_that_is_not_batched(name: str, arguments: dict[str, Any], staged: bool) -> None:
+    def body(x: jax.Array) -> Any:
+        begin = functools.partial(getattr(hoccl_jax, f"{name}_start"), axis_name="x", staged=staged, **arguments)
+        mine = jax.vmap(lambda y: hoccl_jax.overlap(begin(x), exact, y))(jnp.stack([x, 2 * x]))
+        received, computed = theirs(name, x, **arguments)
+        return mine, (jnp.stack([received, received]), jnp.stack([computed, exact(2 * x)]))
+
+    assert_same(*run(body, operand(8, 4)))

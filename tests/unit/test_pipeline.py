@@ -98,16 +98,19 @@ def test_loss_and_gradients_of_all_schedules(stages: int, count: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_integers_among_parameters_and_activations(schedule: Any) -> None:
-    """They go through the pipeline with what has gradients, and have none."""
+    """They go through the pipeline with what has gradients, and have none. So do random keys, and what is alike on all stages."""
     count, stages = 3, 3
     microbatches = {"x": np.arange(count * 4, dtype=np.float32).reshape(count, 4), "number": np.arange(count, dtype=np.int32)}
     weights, steps = np.array([[2.0], [3.0], [-1.0]], np.float32), np.array([[1], [2], [3]], np.int32)
 
     def enter(params: Any, microbatch: Any) -> Any:
-        return {"x": microbatch["x"] * params["weight"], "number": microbatch["number"] + params["first"]}
+        number = microbatch["number"] + params["first"]
+        return {"x": microbatch["x"] * params["weight"], "number": number, "key": jax.random.key(3), "alike": jnp.float32(2)}
 
     def stage(params: Any, x: Any) -> Any:
-        return {"x": x["x"] * params["weight"] * x["number"], "number": x["number"] + params["step"][0]}
+        noise = jax.random.randint(x["key"], (4,), 0, 3)
+        scaled = (x["x"] + noise) * params["weight"] * x["number"] * x["alike"]
+        return x | {"x": scaled, "number": x["number"] + params["step"][0], "alike": jnp.float32(2)}
 
     def leave(params: Any, y: Any, microbatch: Any) -> jax.Array:
         return jnp.sum(y["x"] * y["number"]) * microbatch["number"]
