@@ -143,14 +143,15 @@ void Rendezvous::Perform(Actions* actions) {
     for (Transfer* transfer : actions->transfers) {
       const bool by_network = IsByNetwork(*transfer);
       const bool is_here = transfer->source().local != nullptr;
+      const int64_t together = left;
+      if (!by_network) left -= transfer->bytes();  // now: what others take may be over, and in use again, at once
       if (by_network && !is_here) {  // the one place where a flow takes the way between hosts
         services_.remote->Receive(transfer, this);
-      } else if (by_network || services_.executor->IsInline(*transfer, left)) {  // what came with a post is small
+      } else if (by_network || services_.executor->IsInline(*transfer, together)) {  // what came with a post is small
         actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
       } else {
         services_.executor->Submit(transfer);
       }
-      if (!by_network) left -= transfer->bytes();
     }
     actions->transfers.clear();
     for (const auto& [process, request, post, operand, label] : actions->sends)
