@@ -145,7 +145,7 @@ void Rendezvous::Perform(Actions* actions) {
       const bool is_here = transfer->source().local != nullptr;
       const int64_t together = left;
       if (!by_network) left -= transfer->bytes();  // now: what others take may be over, and in use again, at once
-      if (by_network && !is_here) {  // the one place where a flow takes the way between hosts
+      if (by_network && !is_here) {                // the one place where a flow takes the way between hosts
         services_.remote->Receive(transfer, this);
       } else if (by_network || services_.executor->IsInline(*transfer, together)) {  // what came with a post is small
         actions->ended.push_back({transfer, services_.executor->RunInline(transfer)});
