@@ -33,12 +33,13 @@ struct PendingPromise {
   xla::ffi::Promise promise;
   World* world = nullptr;  // which calls Complete, so it is there
   int64_t device = 0;
+  CompletionLane* lane = nullptr;   // the device's
   std::fenv_t floating_point = {};  // of the thread that has run the program so far
 
   // A failed program's buffers are freed at once, so its failure waits for what is still in flight between a start and its done.
   static void Complete(void* context, Status status) {
     auto* pending = static_cast<PendingPromise*>(context);
-    const Completion when_idle{.call = Resolve, .context = pending, .lane = pending->world->LaneOf(pending->device)};
+    const Completion when_idle{.call = Resolve, .context = pending, .lane = pending->lane};
     if (status.ok() || pending->world->in_flight().FailWhenIdle(pending->device, when_idle, status)) Resolve(pending, std::move(status));
   }
 
@@ -57,11 +58,11 @@ struct PendingPromise {
 // completion?
 template <typename Begin>
 xla::ffi::Future FutureOf(World* world, int64_t device, Begin begin) {
-  auto* pending = new PendingPromise{.promise = {}, .world = world, .device = device};  // deletes itself
+  auto* pending = new PendingPromise{.promise = {}, .world = world, .device = device, .lane = world->LaneOf(device)};  // deletes itself
   std::fegetenv(&pending->floating_point);
   xla::ffi::Future future(pending->promise);
   Status outcome;
-  if (begin(Completion{.call = PendingPromise::Complete, .context = pending, .lane = world->LaneOf(device)}, &outcome))
+  if (begin(Completion{.call = PendingPromise::Complete, .context = pending, .lane = pending->lane}, &outcome))
     PendingPromise::Complete(pending, std::move(outcome));
   return future;
 }
