@@ -180,7 +180,7 @@ def _batched(collective: Collective, axis: Any, params: Params) -> Params:
 
 def _batch_start(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
     (operand,), (dim,) = operands, dims
-    batched = _batched(collective, axis, params)
+    batched = _batched(collective, axis, params)  # also refuses the mapped axis
     if dim is None:
         return HALVES[collective.twin].start.bind(operand, **params), (dim, dim)
     return HALVES[collective.twin].start.bind(jnp.moveaxis(operand, dim, 0), **batched), (0, 0)
@@ -338,7 +338,7 @@ def _transpose_staged_start(collective: Collective, handle: Any, operand: Any, *
 
 def _batch_staged_start(collective: Collective, axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
     """The transfer is one; its handle is repeated, so that done sees that it is batched."""
-    batched = _batched(collective, axis, params)
+    batched = _batched(collective, axis, params)  # also refuses the mapped axis
     if dims[0] is None:
         return HALVES[collective.twin].staged_start.bind(operands[0], **params), None
     operand = jnp.moveaxis(operands[0], dims[0], 0)

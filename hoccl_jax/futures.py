@@ -180,8 +180,6 @@ def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
     if Config.from_env().disable:
         return (call(leaf),), None
     if aval is not core.abstract_token and _is_key(aval):  # few bytes, which have no halves
-        if call.function is parallel.psend:
-            _refuse_key(call.function, aval)
         whole = getattr(collectives, call.function.__name__)
         return (whole(leaf, *call.arguments, **dict(call.keywords), priority=call.options.priority),), None
     with core.take_current_trace() as around:
@@ -195,10 +193,6 @@ def _begin(call: _Call, leaf: Any) -> tuple[tuple[Any, ...], Any]:
 
 def _is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
-def _refuse_key(function: Callable[..., Any], aval: Any) -> None:
-    raise NotImplementedError(f"{function.__name__}_start of {aval.str_short()}: keys have no halves; use {function.__name__}")
 
 
 def _done(call: _Call, started: tuple[Any, ...], aval: Any) -> Any:
@@ -332,12 +326,13 @@ def precv_start(
     function, and for a staged future any psend, must come before the start, which is what its token given as `token` says.
 
     There is no differentiation: what is received is a constant, and operands of messages go through jax.lax.stop_gradient. TypeError,
-    ValueError: as `precv`; a staged receive takes no psend that is traced after it.
+    ValueError: as `precv`; a staged receive takes no psend that is traced after it. Random keys only `precv` receives.
     """
     primitives.check_tokens("precv_start", token)
     like = jax.ShapeDtypeStruct(out_shape.shape, out_shape.dtype)
     if _is_key(like):
-        _refuse_key(parallel.precv, core.ShapedArray(like.shape, like.dtype))
+        wanted = core.ShapedArray(like.shape, like.dtype).str_short()
+        raise NotImplementedError(f"precv_start of {wanted}: a message of keys is received as a whole, by precv")
     return _start(parallel.precv, priority, staged, token, like, axis_name, perm)
 
 

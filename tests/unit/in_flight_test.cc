@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <future>
 #include <optional>
 #include <thread>
@@ -55,7 +56,9 @@ TEST_F(InFlightTest, TheProgramGoesOnInItsLane) {
   EXPECT_EQ(begun->lane, nullptr) << "the transfer's end wakes nobody while no done waits for it";
   EXPECT_FALSE(in_flight_.Finish(DoneOf(&result_, &result_), {.call = Place::Tell, .context = &place, .lane = &lane}, &now_));
   End(*begun);
-  EXPECT_NE(place.thread.get_future().get(), std::this_thread::get_id());
+  std::future<std::thread::id> thread = place.thread.get_future();
+  ASSERT_EQ(thread.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  EXPECT_NE(thread.get(), std::this_thread::get_id());
 }
 
 TEST_F(InFlightTest, ATransferThatIsOverEndsDoneAtOnce) {

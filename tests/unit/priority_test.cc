@@ -1,6 +1,7 @@
 // Background transfers on the host's copy threads: where they stop, when they go on, and that they don't starve.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <future>
 #include <thread>
@@ -54,8 +55,10 @@ TEST(PriorityTest, NoBackgroundChunkMovesInAForegroundRegion) {
   executor.EnterForeground();
   executor.Submit(background.transfer());
   executor.Submit(foreground.transfer());
-  foreground.Await();                                                        // foreground transfers go on
-  while (executor.background_counts().held == 0) std::this_thread::yield();  // a copy thread has looked for something to do
+  foreground.Await();  // foreground transfers go on
+  // A copy thread looks for something to do.
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);  // ends a test that fails
+  while (executor.background_counts().held == 0 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
   EXPECT_EQ(executor.background_counts().chunks, 0);
   executor.LeaveForeground();
   background.Await();

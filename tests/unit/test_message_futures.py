@@ -292,9 +292,15 @@ def test_a_receive_that_would_wait_in_vain_is_refused() -> None:
             run(lambda x, token=token: received(token(x[:2]), x).done(), operand(5), check_vma=False)
 
 
-def test_keys_are_not_received_in_halves() -> None:
+def test_keys_are_sent_in_halves_and_received_as_a_whole() -> None:
+    def body(x: jax.Array) -> Any:
+        keys = jax.random.wrap_key_data(x)
+        token, _ = hoccl_jax.overlap(hoccl_jax.psend_start(keys, "x", RING), jnp.square, x)
+        return jax.random.key_data(hoccl_jax.precv(token, keys, "x", RING)), lax.ppermute(x, "x", RING)
+
+    assert_same(*run(body, operand(3, 2, dtype=np.uint32), check_vma=False))
     key = jax.random.key(0)
-    with pytest.raises(NotImplementedError, match=r"precv_start of key.*: keys have no halves; use precv"):
+    with pytest.raises(NotImplementedError, match=r"precv_start of key.*: a message of keys is received as a whole, by precv"):
         run(lambda x: received(no_token(), jnp.broadcast_to(key, x.shape)).done(), operand(2), check_vma=False)
 
 
