@@ -11,6 +11,7 @@ benchmarks/gpu_plots.py draws. --nobuild takes the extension and the C++ tests a
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -84,6 +85,11 @@ _STARTED = time.monotonic()
 Row = tuple[str, str, str]  # what, result, wanted
 
 
+def _left() -> float:
+    """Seconds until --time_limit."""
+    return math.inf if FLAGS.time_limit is None else _STARTED + FLAGS.time_limit - time.monotonic()
+
+
 def _build() -> None:
     tests = _ROOT / "build" / "gpu"
     configure = ["cmake", "-S", str(_ROOT), "-B", str(tests), "-G", "Ninja", "-DHOCCL_INPLACE=ON", "-DHOCCL_BUILD_TESTS=ON"]
@@ -114,7 +120,7 @@ def _run(task: str, arguments: dict[str, Any], job: _Job, env: dict[str, str]) -
         arguments = arguments | {k: v for k, v in _DRY.items() if k in arguments}
     program = ["-m", "benchmarks.gpu_worker", task, json.dumps(arguments)]
     start = time.monotonic()
-    left = math.inf if FLAGS.time_limit is None else _STARTED + FLAGS.time_limit - start
+    left = _left()
     if left < 15:
         return ["left out: --time_limit is over"]
     try:
@@ -138,25 +144,34 @@ def _partial(output: str, failed: str) -> Any:
     return {**json.loads(lines[-1][len("PARTIAL ") :]), "failed": failed} if lines else failed
 
 
+def _cpp_test(test: pathlib.Path, connections: str) -> tuple[int, list[str]]:
+    """How many of a program's tests passed, and the names of those that failed."""
+    env = {**os.environ, "HOCCL_TEST_CUDA_DRIVER": "libcuda.so.1"}
+    if connections:
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    start = time.monotonic()
+    limit = min(300, _left())
+    if limit < 5:
+        return 0, [f"{test.name}: left out: --time_limit is over"]
+    try:
+        output = subprocess.run([test], env=env, capture_output=True, text=True, timeout=limit).stdout
+    except subprocess.TimeoutExpired as hung:
+        output = (hung.stdout or b"").decode() + f"\n[  FAILED  ] {test.name}. did not end in {limit:.0f} s"
+    print(f"{test.name} {connections}: {time.monotonic() - start:.1f} s", flush=True)
+    failed = {line[13:].split(" (")[0] for line in output.splitlines() if line.startswith("[  FAILED  ]") and "." in line}
+    return output.count("[       OK ]"), sorted(failed)
+
+
 def _cpp_tests(pattern: str = "cuda_*_test", all_connections: Sequence[str] = ("", "1", "32")) -> list[Row]:
-    """The C++ tests of the CUDA layer, on the machine's driver."""
+    """The C++ tests of the CUDA layer, on the machine's driver, four programs at a time: most of their time goes into contexts."""
     rows = []
+    tests = sorted(pathlib.Path(FLAGS.tests).glob(pattern))
     for connections in all_connections:
-        env = {**os.environ, "HOCCL_TEST_CUDA_DRIVER": "libcuda.so.1"}
-        if connections:
-            env["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
-        passed, failed = 0, []
-        for test in sorted(pathlib.Path(FLAGS.tests).glob(pattern)):
-            # Others put two ranks into one context, whose single hardware queue would hold one's flag behind the other's wait.
-            if connections and "hazard" not in test.name:
-                continue
-            try:
-                output = subprocess.run([test], env=env, capture_output=True, text=True, timeout=60).stdout
-            except subprocess.TimeoutExpired as hung:
-                output = (hung.stdout or b"").decode() + f"\n[  FAILED  ] {test.name} did not end"
-            passed += output.count("[       OK ]")
-            failed += sorted({line[13:].split(" (")[0] for line in output.splitlines() if line.startswith("[  FAILED  ]") and "." in line})
-            failed += [f"{test.name} did not end"] if "did not end" in output else []
+        # Others put two ranks into one context, whose single hardware queue would hold one's flag behind the other's wait.
+        chosen = [test for test in tests if not connections or "hazard" in test.name]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            outcomes = list(pool.map(_cpp_test, chosen, [connections] * len(chosen)))
+        passed, failed = sum(outcome[0] for outcome in outcomes), [name for outcome in outcomes for name in outcome[1]]
         what = f"C++ tests on the driver, CUDA_DEVICE_MAX_CONNECTIONS {connections or 'unset'}"
         rows.append((what, f"{passed} passed" + (f"; failed: {', '.join(failed)}" if failed else ""), "all"))
     return rows

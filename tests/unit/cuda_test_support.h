@@ -94,6 +94,7 @@ class CudaTest : public testing::Test {
       live_ = Live();
     }
     driver_ = Must(LoadDriver(DriverPath()));
+    if (!OnFake()) KeepContexts();
   }
 
   // Nothing may be left behind on the driver. (What a failed exchange keeps for good is an earlier test's.)
@@ -114,6 +115,20 @@ class CudaTest : public testing::Test {
   }
 
  private:
+  // A real driver takes seconds to make a primary context and to end it, which it would do for every test.
+  void KeepContexts() {
+    static const bool kept = [this] {
+      int count = 0;
+      EXPECT_OK(driver().DeviceGetCount(&count));
+      for (CUdevice device = 0; device < count; ++device) {
+        CUcontext context = nullptr;
+        EXPECT_OK(driver().DevicePrimaryCtxRetain(&context, device));
+      }
+      return true;
+    }();
+    EXPECT_TRUE(kept);
+  }
+
   static std::map<std::string, int> Live() {
     std::map<std::string, int> live;
     for (const char* kind : {"contexts", "streams", "events", "reservations", "mappings", "handles"})
