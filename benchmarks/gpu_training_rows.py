@@ -17,7 +17,7 @@ _PIPELINED = (
     " --xla_gpu_enable_while_loop_double_buffering=true"
 )
 _GPT = {"width": 4096, "layers": 8, "sequence": 1024, "sequences": 2}
-_STAGE = {"width": 2048, "layers": 4, "sequence": 1024, "sequences": 2, "microbatches": 8}
+_STAGES = [{"width": 2048, "layers": layers, "sequence": 1024, "sequences": 2, "microbatches": 32 // layers} for layers in (4, 2)]
 _SMALL = {"width": 64, "layers": 4, "sequence": 32}
 
 
@@ -87,9 +87,10 @@ def several(run: Run, job: Any, env: dict[str, str], gpus: int) -> Iterator[Row]
     ]
     for flags, environment, forms in jobs:
         yield from _steps(gpt, flags, _outcome(run, "fsdp_step", {**_GPT, "forms": forms}, job, environment)[0])
-    stages = f"1F1B step, {gpus} stages of {_STAGE['layers']} layers of width {_STAGE['width']}, {_STAGE['microbatches']} microbatches"
-    # Once: XLA's default schedule of it is that with the flag.
-    yield from _steps(stages, "", _outcome(run, "pipeline_step", {**_STAGE, "forms": ["hoccl_jax", "jax.lax"]}, job, env)[0])
+    for stage in _STAGES:
+        stages = f"1F1B step, {gpus} stages of {stage['layers']} layers of width {stage['width']}, {stage['microbatches']} microbatches"
+        # Once: XLA's default schedule of it is that with the flag.
+        yield from _steps(stages, "", _outcome(run, "pipeline_step", {**stage, "forms": ["hoccl_jax", "jax.lax"]}, job, env)[0])
     yield _priorities(run, "a GPU each", 50, job, env)
     yield _priorities(run, "a GPU each, all by the proxy", 50, job, {**env, "HOCCL_IN_STREAM_BYTES": "0"})
     yield _values(run, "a GPU each", job, {**env, "JAX_NUM_CPU_DEVICES": str(gpus)})
