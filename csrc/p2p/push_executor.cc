@@ -14,9 +14,6 @@ namespace {
 // come.
 constexpr size_t kChunksInFlight = 2;
 constexpr size_t kChunksBeforeForeground = 1;
-// Foreground pushes that follow each other so closely are one piece of traffic, though between two of them, while flags go back and forth,
-// none is on its way.
-constexpr std::chrono::microseconds kBetweenPushes{50};
 constexpr size_t kNotedAtOnce = 64;
 
 bool IsEmpty(const Push& push) {
@@ -56,7 +53,8 @@ void PushExecutor::Note(const StreamPush& push) {
 }
 
 void PushExecutor::ForgetArrived() {
-  if (std::erase_if(noted_, [](const StreamPush& push) { return push.arrived.Reached(); }) > 0) last_arrived_ = Clock::now();
+  if (std::erase_if(noted_, [](const StreamPush& push) { return push.arrived.Reached(); }) > 0)
+    belongs_together_until_ = Clock::now() + options_.between_pushes;
 }
 
 BackgroundCounts PushExecutor::background_counts() {
@@ -135,7 +133,7 @@ Status PushExecutor::Step(bool* progress) {
   if (const size_t gone = std::erase_if(foreground_, [](const HostFlag& flag) { return flag.Reached(); }); gone > 0) {
     left_.fetch_sub(gone, std::memory_order_relaxed);
     std::lock_guard lock(mutex_);
-    last_arrived_ = Clock::now();
+    belongs_together_until_ = Clock::now() + options_.between_pushes;
   }
   return StepBackground(progress);
 }
@@ -169,7 +167,7 @@ bool PushExecutor::IsForegroundToCome() const {
 bool PushExecutor::IsForegroundActive() const {
   if (!foreground_.empty()) return true;
   if (options_.regions != nullptr && options_.regions->load(std::memory_order_relaxed) > 0) return true;
-  if (IsForegroundToCome() && Clock::now() - last_arrived_ < kBetweenPushes) return true;
+  if (IsForegroundToCome() && Clock::now() < belongs_together_until_) return true;
   return std::any_of(noted_.begin(), noted_.end(),
                      [](const StreamPush& push) { return push.sender_ready.Reached() && push.receiver_ready.Reached(); });
 }

@@ -59,6 +59,9 @@ struct PushExecutorOptions {
   int64_t chunk_bytes = 8 << 20;                        // of background pushes
   std::chrono::microseconds background_patience{5000};  // how long foreground traffic can keep background chunks from going
   const std::atomic<int>* regions = nullptr;            // of other foreground traffic; none if null
+  // Foreground pushes that follow each other so closely are one piece of traffic, though between two of them, while flags go back and
+  // forth, none is on its way.
+  std::chrono::microseconds between_pushes{50};
 };
 
 class PushExecutor {
@@ -121,9 +124,9 @@ class PushExecutor {
   std::mutex mutex_;
   std::vector<Push> incoming_;  // since the last step
   BackgroundGate gate_;
-  std::vector<StreamPush> noted_;            // while background pushes are left
-  Clock::time_point last_arrived_;           // of these, and of the executor's own foreground pushes
-  std::atomic<int64_t> background_left_{0};  // pushes that have not been given to the copy engines whole
+  std::vector<StreamPush> noted_;             // while background pushes are left
+  Clock::time_point belongs_together_until_;  // what follows these, and the executor's own foreground pushes
+  std::atomic<int64_t> background_left_{0};   // pushes that have not been given to the copy engines whole
 
   // Of the stepping thread alone, which looks at flags without a pause and would keep others from the mutex.
   std::vector<Push> waiting_;  // for their ends to be ready, in order of arrival

@@ -109,6 +109,26 @@ TEST_F(PushExecutorTest, APushInTheProgramsStreamHoldsThemFromItsStartToItsEnd) 
   EXPECT_EQ(executor.background_counts().held, 1);
 }
 
+TEST_F(PushExecutorTest, BetweenForegroundPushesThatFollowCloselyNoChunkStarts) {
+  for (const auto between : {std::chrono::microseconds(kForever), std::chrono::microseconds(0)}) {
+    std::atomic<uint32_t> word = 0;
+    const auto flag = [&](uint32_t value) { return HostFlag{reinterpret_cast<const uint32_t*>(&word), value}; };
+    flags_->memory().Set({.slot = 1, .value = 0});
+    flags_->memory().Set({.slot = 2, .value = 0});
+    PushExecutor executor(*device_, {.chunk_bytes = kChunk, .background_patience = kForever, .between_pushes = between});
+    executor.Submit(MakePush(true));
+    executor.Note({.sender_ready = flag(1), .receiver_ready = flag(1), .arrived = flag(1)});
+    executor.Note({.sender_ready = flag(2), .receiver_ready = flag(2), .arrived = flag(2)});
+    word = 1;  // the first has arrived, the second has not begun
+    Exhaust(&executor);
+    EXPECT_EQ(executor.background_counts().chunks, between.count() == 0 ? kChunks : 0);
+    word = 2;
+    Finish(&executor);
+    EXPECT_EQ(executor.background_counts().chunks, kChunks);
+    EXPECT_EQ(executor.background_counts().forced, 0);
+  }
+}
+
 TEST_F(PushExecutorTest, TwoChunksAreOnTheirWayWhileNoForegroundPushIsToCome) {
   PushExecutor executor(*device_, {.chunk_bytes = kChunk});
   executor.Submit(MakePush(true));
