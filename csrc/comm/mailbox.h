@@ -28,6 +28,7 @@ struct PostKey {
 // What a device has posted: where others may write, and the flags by which that is ordered. The layout is the struct's, as in Message.
 struct StreamPost {
   PostKey key;
+  int64_t first_run = kUnnamed;  // RunNames::FirstOf the key
   int32_t process = 0;
   uint32_t occurrence = 0;  // for messages to people
   int64_t device = 0;       // global id

@@ -118,6 +118,8 @@ struct Meeting {
   Clock::time_point failed_at;
 
   bool failed() const { return !failure.ok(); }
+  // Call::signature, 0 until a rank of this process has come.
+  uint64_t signature() const { return plan == nullptr ? 0 : plan->signature; }
 
   // Makes a used or new meeting ready for `group_size` ranks; keeps its memory.
   void Reset(const MeetingKey& new_key, int group_size);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string_view>
 
@@ -15,11 +16,14 @@ namespace hoccl {
 // Which execution of which call by which group.
 struct MeetingKey {
   uint64_t site = 0;          // CallSite::Hash
-  int64_t run = 0;            // XLA's run id, which processes count alike
+  int64_t run = 0;            // XLA's run id, as the process counts that has or sends the key (RunNames)
   uint64_t communicator = 0;  // Communicator::id
 
   friend bool operator==(const MeetingKey&, const MeetingKey&) = default;
 };
+
+// For a first run: there is none, the key's run means the same everywhere.
+inline constexpr int64_t kUnnamed = std::numeric_limits<int64_t>::min();
 
 enum class MessageType : uint32_t {
   kHello,       // text: token, a newline, the sender's address; number: 1 if the sender can read the receiver's memory
@@ -56,12 +60,13 @@ struct Message {
   int32_t group_size = 0;
   int32_t number = 0;  // kFailed: the status code
   MeetingKey key;
-  int64_t device = 0;       // kPost: global id of the rank's device
-  uint64_t signature = 0;   // kPost: Call::signature
-  uint64_t address = 0;     // kPost: of the operand in the sender's memory; tells its process which post a kPull means
-  int64_t segment = -1;     // kPost: offset of the operand in the sender's shared segment, -1 if it is not there
-  uint64_t serial = 0;      // kPost, kStep: which of the sender's meetings, under a plan
-  uint32_t occurrence = 0;  // kPost: for messages to people
+  int64_t first_run = kUnnamed;  // RunNames::FirstOf the key
+  int64_t device = 0;            // kPost: global id of the rank's device
+  uint64_t signature = 0;        // Call::signature
+  uint64_t address = 0;          // kPost: of the operand in the sender's memory; tells its process which post a kPull means
+  int64_t segment = -1;          // kPost: offset of the operand in the sender's shared segment, -1 if it is not there
+  uint64_t serial = 0;           // kPost, kStep: which of the sender's meetings, under a plan
+  uint32_t occurrence = 0;       // kPost: for messages to people
   uint32_t text_bytes = 0;
   char text[1600];
 

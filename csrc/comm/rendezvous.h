@@ -6,6 +6,9 @@
 // Under a plan of the scheduler, what starts are the plan's steps: each when what it waits for is over (PlanRun). Processes tell each other
 // of the steps that others wait for. Slots, through which chunks are forwarded, lie in the shared segment, where the others read them.
 //
+// What other processes say of a call to which no rank of this process has come yet is put aside until one does: only then it is clear which
+// run they mean (RunNames).
+//
 // When a meeting fails (ranks disagree, one does not come in time, a process dies, a copy fails) every process of the communicator is told,
 // and each rank here gets the error as soon as nothing touches its buffers any more. The failed meeting stays for latecomers, so that they
 // get the same error, and no later meeting gets their posts.
@@ -25,6 +28,7 @@
 
 #include "csrc/comm/meeting.h"
 #include "csrc/comm/proxy.h"
+#include "csrc/comm/run_names.h"
 #include "csrc/comm/statistics.h"
 #include "csrc/device/host/shared_segment.h"
 #include "csrc/p2p/executor.h"
@@ -36,6 +40,7 @@ struct PostRequest {
   std::shared_ptr<const GroupPlan> plan;
   int rank = 0;
   int64_t run = 0;
+  bool is_first = false;    // of this device's executions of the call in this executable
   uint32_t occurrence = 0;  // how often this device has made this call before; for messages only
   const std::byte* operand = nullptr;
   std::byte* result = nullptr;
@@ -111,6 +116,13 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
     Clock::time_point begin;
   };
 
+  // What another process said, and this one can't place yet.
+  struct Held {
+    int process = 0;
+    Message message;
+    MessageData data;
+  };
+
   struct Lost {
     std::string how;  // empty: it is there
     bool in_order = false;
@@ -144,6 +156,10 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   Status DeadlineError(const LocalPost& post) const;
   LocalPost* SenderOf(Meeting* meeting, int rank) const;
   LocalPost* ReceiverOf(Meeting* meeting, int rank) const;
+  void Hear(int process, const Message& message, MessageData data, Actions* actions);
+  void HearHeld(Actions* actions);
+  void LetGoOfHeld(int process, const Message& failed, Actions* actions) const;
+  void Obey(int process, const Message& message, MessageData data, Actions* actions);
   void OnPost(int process, const Message& message, MessageData data, Actions* actions);
   void EndArrival(int process, const Status& status, Actions* actions);
   void OnRead(int process, const Message& message, Actions* actions);
@@ -189,8 +205,10 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   std::vector<Meeting*> spare_;
   LocalPost* oldest_ = nullptr;  // waiting posts, by age
   LocalPost* newest_ = nullptr;
-  std::vector<Lost> lost_;                 // by process
-  std::map<int, Arrival> arrivals_;        // by process, which sends one thing after the other
+  std::vector<Lost> lost_;           // by process
+  std::map<int, Arrival> arrivals_;  // by process, which sends one thing after the other
+  RunNames names_;
+  std::vector<Held> held_;                 // oldest first
   std::vector<StepNotice> early_notices_;  // of meetings that their processes have not announced yet
   uint64_t last_serial_ = 0;
   std::condition_variable forwarded_;

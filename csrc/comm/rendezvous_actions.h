@@ -16,6 +16,7 @@ struct Rendezvous::Actions {
     // What goes with the message: this part of an operand that stays valid until the message has been sent.
     const PostedData* data = nullptr;
     const std::byte* operand = nullptr;
+    bool in_their_terms = false;  // the key's run
   };
   struct Notice {
     Completion completion;

@@ -61,6 +61,7 @@ void Rendezvous::TellFailure(const Meeting& meeting, int process, MessageType ty
   message.group_size = static_cast<int32_t>(meeting.slots.size());
   message.number = static_cast<int32_t>(meeting.failure.code());
   message.key = meeting.key;
+  message.signature = meeting.signature();
   message.SetText(meeting.failure.message());
 }
 
@@ -152,6 +153,12 @@ Status Rendezvous::DeadlineError(const LocalPost& post) const {
                 slot.remote.brought;
       }
     }
+  }
+  for (const Held& held : held_) {
+    const bool member =
+        std::find(communicator.devices.begin(), communicator.devices.end(), held.message.device) != communicator.devices.end();
+    if (held.message.type != MessageType::kPost || !member) continue;
+    text += "; device " + std::to_string(held.message.device) + " waits elsewhere, in " + std::string(held.message.GetText());
   }
   return DeadlineExceeded(std::move(text));
 }

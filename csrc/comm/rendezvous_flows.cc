@@ -110,6 +110,7 @@ void Rendezvous::Release(Meeting* meeting, int rank, Actions* actions) {
   message.rank = rank;
   message.group_size = static_cast<int32_t>(meeting->slots.size());
   message.key = meeting->key;
+  message.signature = meeting->signature();
 }
 
 void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
@@ -132,7 +133,8 @@ void Rendezvous::FinishIfOver(LocalPost* post, Actions* actions) {
 
 void Rendezvous::Perform(Actions* actions) {
   while (!actions->empty()) {
-    for (const auto& [process, message, data, operand] : actions->messages) {
+    for (auto& [process, message, data, operand, in_their_terms] : actions->messages) {
+      message.first_run = in_their_terms ? kUnnamed : names_.FirstOf(message.key);
       std::span<const std::byte> sent;
       if (data != nullptr) sent = data->Pack(operand, &actions->packed);
       if (!services_.proxy->Send(process, message, -1, sent) && message.type == MessageType::kRead) actions->cut_off = true;

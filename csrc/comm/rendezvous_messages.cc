@@ -15,32 +15,65 @@ void Rendezvous::OnMessage(int process, const Message& message, UniqueFd /*none 
   Actions* actions = Actions::OfThisThread();
   {
     std::lock_guard lock(mutex_);
-    switch (message.type) {
-      case MessageType::kPost:
-      case MessageType::kWithdrawn:
-        OnPost(process, message, {}, actions);
-        break;
-      case MessageType::kRead:
-        OnRead(process, message, actions);
-        break;
-      case MessageType::kStep:
-        OnStep(process, message, actions);
-        break;
-      case MessageType::kStopped:
-        OnStopped(process, message);
-        break;
-      case MessageType::kPull:
-        OnPull(process, message, actions);
-        break;
-      case MessageType::kFailed:
-      case MessageType::kFailedToo:
-        OnFailed(process, message, actions);
-        break;
-      default:
-        break;  // for others
-    }
+    Hear(process, message, {}, actions);
   }
   Perform(actions);
+}
+
+// In this process's terms, or later.
+void Rendezvous::Hear(int process, const Message& message, MessageData data, Actions* actions) {
+  const std::optional<int64_t> run = names_.Translate(process, message.key, message.signature, message.first_run);
+  if (!run) {
+    if (message.type == MessageType::kFailed || message.type == MessageType::kFailedToo) LetGoOfHeld(process, message, actions);
+    return held_.push_back({process, message, std::move(data)});
+  }
+  if (*run == message.key.run) return Obey(process, message, std::move(data), actions);
+  Message own = message;
+  own.key.run = *run;
+  Obey(process, own, std::move(data), actions);
+}
+
+void Rendezvous::HearHeld(Actions* actions) {
+  for (Held& held : std::exchange(held_, {})) Hear(held.process, held.message, std::move(held.data), actions);
+}
+
+// A meeting that has failed ends for its ranks once nobody reads what they brought, which nobody here will.
+void Rendezvous::LetGoOfHeld(int process, const Message& failed, Actions* actions) const {
+  for (const Held& held : held_) {
+    const Message& post = held.message;
+    if (held.process != process || post.type != MessageType::kPost || post.key != failed.key || post.group_size != failed.group_size)
+      continue;
+    for (const MessageType type : {MessageType::kRead, MessageType::kStopped}) {
+      Actions::Outgoing& outgoing = actions->messages.emplace_back(Actions::Outgoing{.process = process, .message = {}});
+      outgoing.in_their_terms = true;
+      outgoing.message.type = type;
+      outgoing.message.rank = post.rank;
+      outgoing.message.group_size = post.group_size;
+      outgoing.message.key = post.key;
+      outgoing.message.serial = post.serial;
+    }
+  }
+}
+
+void Rendezvous::Obey(int process, const Message& message, MessageData data, Actions* actions) {
+  switch (message.type) {
+    case MessageType::kPost:
+    case MessageType::kWithdrawn:
+      return OnPost(process, message, std::move(data), actions);
+    case MessageType::kRead:
+      return OnRead(process, message, actions);
+    case MessageType::kStep:
+      return OnStep(process, message, actions);
+    case MessageType::kStopped:
+      return OnStopped(process, message);
+    case MessageType::kPull:
+      return OnPull(process, message, actions);
+    case MessageType::kFailed:
+    case MessageType::kFailedToo:
+      return OnFailed(process, message, actions);
+    default:
+      return;  // for others
+  }
 }
 
 void Rendezvous::OnPost(int process, const Message& message, MessageData data, Actions* actions) {

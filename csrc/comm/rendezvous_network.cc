@@ -32,11 +32,13 @@ const PostedData* Rendezvous::DataFor(const GroupPlan& plan, int rank, int proce
 std::byte* Rendezvous::OnDataComing(int process, const Message& message, size_t bytes) {
   if (message.type != MessageType::kPost || !message.HasRank()) return nullptr;
   std::lock_guard lock(mutex_);
-  const auto entry = meetings_.find({message.key.site, message.key.run});
+  const std::optional<int64_t> run = names_.Translate(process, message.key, message.signature, message.first_run);
+  if (!run) return nullptr;
+  const MeetingKey key{message.key.site, *run, message.key.communicator};
+  const auto entry = meetings_.find({key.site, key.run});
   Meeting* meeting = entry == meetings_.end() ? nullptr : entry->second;
-  const auto is_meant = [&message](const Meeting& other) {
-    return other.key == message.key && static_cast<int>(other.slots.size()) == message.group_size &&
-           !other.slots[message.rank].remote.posted;
+  const auto is_meant = [&](const Meeting& other) {
+    return other.key == key && static_cast<int>(other.slots.size()) == message.group_size && !other.slots[message.rank].remote.posted;
   };
   while (meeting != nullptr && !is_meant(*meeting)) meeting = meeting->next;
   if (meeting == nullptr || meeting->failed() || meeting->plan == nullptr || meeting->plan->signature != message.signature) return nullptr;
@@ -87,7 +89,7 @@ void Rendezvous::OnMessageWithData(int process, const Message& message, MessageD
   Actions* actions = Actions::OfThisThread();
   {
     std::lock_guard lock(mutex_);
-    OnPost(process, message, std::move(data), actions);
+    Hear(process, message, std::move(data), actions);
     EndArrival(process, {}, actions);
   }
   Perform(actions);
@@ -110,6 +112,8 @@ void Rendezvous::SendPull(const Transfer& transfer, const PullRequest& request) 
   }
   message.group_size = static_cast<int32_t>(meeting.slots.size());
   message.key = meeting.key;
+  message.signature = meeting.signature();
+  message.first_run = names_.FirstOf(message.key);
   message.SetText({reinterpret_cast<const char*>(&request), sizeof(request)});
   services_.proxy->Send(transfer.source().sender, message);  // false: it is gone, and its loss ends the transfer
 }

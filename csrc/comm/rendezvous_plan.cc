@@ -155,6 +155,7 @@ void Rendezvous::TellStep(const Meeting& meeting, const ProcessStep& own, Action
     message.group_size = meeting.plan->communicator.size();
     message.number = own.index;
     message.key = meeting.key;
+    message.signature = meeting.signature();
     message.serial = meeting.serial;
     message.segment = meeting.region;
   }
@@ -220,6 +221,7 @@ void Rendezvous::SayStopped(const Meeting& meeting, Actions* actions) const {
     message.type = MessageType::kStopped;
     message.group_size = static_cast<int32_t>(meeting.slots.size());
     message.key = meeting.key;
+    message.signature = meeting.signature();
     message.serial = remote.serial;
   }
 }

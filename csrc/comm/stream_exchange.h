@@ -41,6 +41,7 @@
 #include "csrc/comm/device_staging.h"
 #include "csrc/comm/mailbox.h"
 #include "csrc/comm/proxy.h"
+#include "csrc/comm/run_names.h"
 #include "csrc/comm/statistics.h"
 #include "csrc/device/cuda/context.h"
 #include "csrc/device/cuda/memory_cache.h"
@@ -187,6 +188,8 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void SendMail(int process, const StreamPost& post);
   void TakeMail();
   bool HasNews(uint64_t* seen) const;  // without the mutex: has anything been posted since?
+  void Hear(const StreamPost& post);
+  void HearHeld();
   void Accept(const StreamPost& post);
   bool MatchAll(Device* device, Execution* execution);
   void Await(Device* device, Execution* execution);
@@ -203,7 +206,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void Take(Execution* execution, const Offered& offered);
   void Settle(Execution* execution, Inflow* inflow, uint64_t offer);
   void StartInflow(Execution* execution, size_t index);
-  void OnOffer(int process, const Message& message);
+  void HearOffer(int process, const Message& message);
   void OnPull(int process, const Message& message);
   void OnTaken(int process, uint64_t id);
   void Depart(Offer* offer);
@@ -257,6 +260,9 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   std::vector<int> writers_;                  // processes whose mail is looked for; never moves
   std::atomic<size_t> writer_count_ = 0;
   std::atomic<uint64_t> accepted_ = 0;  // posts
+  RunNames names_;
+  std::vector<StreamPost> held_;                        // what other processes said of calls to which no rank of this one has come yet
+  std::vector<std::pair<int, Message>> held_messages_;  // the same, by the network
   std::unordered_map<PostKey, KnownPost, PostKeyHash> posts_;
   std::unordered_map<PostKey, std::vector<Waiting>, PostKeyHash> waiting_;  // for these posts
   std::map<std::pair<int, uint64_t>, std::vector<std::pair<Waiting, StreamPost>>>
@@ -321,6 +327,7 @@ class StreamExchange::Binding {
   uint32_t slot_ = 0;  // of flags: ready, then arrivals, then departures
   bool has_slots_ = false;
 
+  bool has_run_ = false;
   int64_t run_ = -1;
   uint32_t index_ = 0;  // within the run
   uint32_t executions_ = 0;

@@ -72,6 +72,7 @@ void StreamExchange::MakeOffers(Execution* execution) {
     Message message;
     message.type = MessageType::kStreamOffer;
     message.key = execution->key.meeting;
+    message.first_run = names_.FirstOf(message.key);
     message.serial = execution->key.index;
     message.rank = flight.out.dst;
     message.number = execution->rank;
@@ -82,10 +83,12 @@ void StreamExchange::MakeOffers(Execution* execution) {
   }
 }
 
-void StreamExchange::OnOffer(int process, const Message& message) {
-  std::lock_guard lock(mutex_);
+void StreamExchange::HearOffer(int process, const Message& message) {
   if (failed_) return;
-  const PostKey key{.meeting = message.key, .index = static_cast<uint32_t>(message.serial), .rank = message.rank};
+  const std::optional<int64_t> run = names_.Translate(process, message.key, message.signature, message.first_run);
+  if (!run) return held_messages_.push_back({process, message});
+  const MeetingKey meeting{message.key.site, *run, message.key.communicator};
+  const PostKey key{.meeting = meeting, .index = static_cast<uint32_t>(message.serial), .rank = message.rank};
   const Offered offered{.process = process,
                         .src = message.number,
                         .id = message.address,

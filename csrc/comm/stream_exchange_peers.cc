@@ -74,7 +74,8 @@ void StreamExchange::OnMessage(int process, const Message& message, UniqueFd fd)
   } else if (message.type == MessageType::kMemoryGone) {
     for (const auto& device : devices_) device->imports->Drop(static_cast<uint64_t>(process), message.address);
   } else if (message.type == MessageType::kStreamOffer) {
-    OnOffer(process, message);
+    std::lock_guard lock(mutex_);
+    HearOffer(process, message);
   } else if (message.type == MessageType::kStreamPull) {
     OnPull(process, message);
   } else if (message.type == MessageType::kStreamTaken) {
@@ -119,6 +120,7 @@ void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_
 void StreamExchange::Deliver(Binding* binding, const Execution& execution, const cuda::ExportCache::Location& location) {
   StreamPost& post = binding->post_;
   post.key = execution.key;
+  post.first_run = names_.FirstOf(post.key.meeting);
   post.occurrence = execution.occurrence;
   post.memory = location.key;
   post.offset = location.offset;
@@ -156,7 +158,7 @@ void StreamExchange::TakeMail() {
   for (int process : writers_) {
     while (mailbox_->Take(process, &post)) {
       post.process = process;
-      Accept(post);
+      Hear(post);
     }
     Peer& peer = *peers_[process];
     while (!peer.backlog.empty() && peer.mailbox->Put(options_.process, peer.backlog.front())) peer.backlog.pop_front();
@@ -169,6 +171,20 @@ bool StreamExchange::HasNews(uint64_t* seen) const {
   const size_t count = writer_count_.load(std::memory_order_acquire);
   for (size_t i = 0; i < count && !news; ++i) news = mailbox_->HasMail(writers_.data()[i]);
   return news;
+}
+
+// In this process's terms, or later.
+void StreamExchange::Hear(const StreamPost& post) {
+  const std::optional<int64_t> run = names_.Translate(post.process, post.key.meeting, post.signature, post.first_run);
+  if (!run) return held_.push_back(post);
+  StreamPost own = post;
+  own.key.meeting.run = *run;
+  Accept(own);
+}
+
+void StreamExchange::HearHeld() {
+  for (const StreamPost& post : std::exchange(held_, {})) Hear(post);
+  for (const auto& [process, message] : std::exchange(held_messages_, {})) HearOffer(process, message);
 }
 
 void StreamExchange::Accept(const StreamPost& post) {
@@ -325,6 +341,11 @@ std::string StreamExchange::Attendance(const Execution& execution) {
     const std::vector<int64_t>& devices = plan.communicator.devices;
     if (key.meeting == execution.key.meeting || std::find(devices.begin(), devices.end(), known.post.device) == devices.end()) continue;
     text += "; device " + std::to_string(known.post.device) + " waits elsewhere, in " + std::string(known.post.GetBrought());
+  }
+  for (const StreamPost& post : held_) {
+    const std::vector<int64_t>& devices = plan.communicator.devices;
+    if (std::find(devices.begin(), devices.end(), post.device) == devices.end()) continue;
+    text += "; device " + std::to_string(post.device) + " waits elsewhere, in " + std::string(post.GetBrought());
   }
   return text;
 }

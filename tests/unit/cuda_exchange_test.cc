@@ -45,6 +45,20 @@ TEST_P(CudaExchangeTest, EveryKindInEveryWayGivesTheRightBytes) {
   }
 }
 
+TEST_P(CudaExchangeTest, RunsThatProcessesCountFromDifferentNumbersMeet) {
+  if (!OnFake() && GetParam().each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
+  CudaJob job(driver(), GetParam().processes, GetParam().each, {});
+  std::vector<int> order;
+  for (int rank = 0; rank < job.size(); ++rank) order.push_back(rank);
+  for (const auto& call : SomeCalls(job.size(), Priority::kForeground)) {
+    for (int64_t run = 1; run < 4; ++run) {
+      RunAndCheck(job, call, run, order, 700'000'000);
+      std::ranges::reverse(order);
+    }
+  }
+  EXPECT_EQ(job.Statistic("failures"), 0);
+}
+
 TEST_P(CudaExchangeTest, ResultsThatCannotBeSharedGoThroughBuffers) {
   if (!OnFake() && GetParam().each > 1) GTEST_SKIP() << "needs two GPUs, or the fake driver";
   CudaJob job(driver(), GetParam().processes, GetParam().each, {.dma_chunk_bytes = 4096});

@@ -97,6 +97,7 @@ class CudaJob {
   }
 
   int size() const { return static_cast<int>(ranks_.size()); }
+  int each() const { return each_; }
   World& world(int rank) { return *worlds_[rank / each_]; }
   void Stop(int process) { worlds_[process].reset(); }
   Status failure(int rank) { return world(rank).streams()->failure(); }
@@ -189,8 +190,10 @@ inline Bytes Expected(const Call& call, const std::vector<int64_t>& group, int r
   return result;
 }
 
-// Runs the call on all ranks, posting in this order of ranks, and checks every byte of the results.
-inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, int64_t run, const std::vector<int>& order) {
+// Runs the call on all ranks, posting in this order of ranks, and checks every byte of the results. Each process counts runs from `apart`
+// further on.
+inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, int64_t run, const std::vector<int>& order,
+                        int64_t apart = 0) {
   const int seed = static_cast<int>(run % 8);
   const bool in_place = run % 2 == 0;
   for (int rank : order) {
@@ -199,7 +202,7 @@ inline void RunAndCheck(CudaJob& job, const std::shared_ptr<const Call>& call, i
     if (ReplacesRows(call->operation.kind))
       Store(job.cuda(rank), in_place ? job.result(rank) : job.initial(rank), InitialOf(*call, rank, seed));
   }
-  for (int rank : order) ASSERT_OK(job.Post(call, rank, run, in_place));
+  for (int rank : order) ASSERT_OK(job.Post(call, rank, run + rank / job.each() * apart, in_place));
   for (int rank : order) {
     ASSERT_OK(job.stream(rank).Synchronize());
     ASSERT_OK(job.failure(rank));

@@ -73,6 +73,14 @@ TEST_P(CudaNetworkTest, EveryKindGivesTheRightBytes) {
   EXPECT_EQ(job->Statistic("failures"), 0);
 }
 
+TEST_P(CudaNetworkTest, RunsThatProcessesCountFromDifferentNumbersMeet) {
+  const auto job = Start();
+  for (const auto& call : SomeCalls(job->size(), Priority::kForeground)) {
+    for (int64_t run = 1; run < 3; ++run) RunAndCheck(*job, call, run, Order(*job, run % 2 == 0), 700'000'000);
+  }
+  EXPECT_EQ(job->Statistic("failures"), 0);
+}
+
 // More chunks than slots, of calls of which each rank is ahead of the others by up to 40.
 TEST_P(CudaNetworkTest, ManyCallsMayBeInTheStreamsAtATime) {
   const auto job = Start();

@@ -55,8 +55,9 @@ Bytes RandomBytes(int64_t count, uint32_t seed) {
   return bytes;
 }
 
-// Runs `operation` over all devices of the job and compares each result with what its flows say.
-void RunAndCheck(Job* job, const Operation& operation, int64_t site, int64_t run) {
+// Runs `operation` over all devices of the job and compares each result with what its flows say. Each process counts runs from `apart`
+// further on.
+void RunAndCheck(Job* job, const Operation& operation, int64_t site, int64_t run, int64_t apart = 0) {
   std::vector<int64_t> group;
   for (int device = 0; device < job->devices(); ++device) group.push_back(device);
   const std::shared_ptr<const Call> call = MakeCall(operation, {group}, site);
@@ -73,7 +74,8 @@ void RunAndCheck(Job* job, const Operation& operation, int64_t site, int64_t run
   std::vector<std::future<Status>> ends;
   for (int device = 0; device < job->devices(); ++device) {
     const auto i = static_cast<size_t>(device);
-    ends.push_back(instances[i].Start(job->WorldOf(device), device, run, operands[i].data(), results[i].data()));
+    const int64_t own_run = run + device / job->devices_each() * apart;
+    ends.push_back(instances[i].Start(job->WorldOf(device), device, own_run, operands[i].data(), results[i].data()));
   }
   for (size_t i = 0; i < ends.size(); ++i) {
     const Status status = ends[i].get();
@@ -119,6 +121,17 @@ TEST_P(NetworkTest, OperationsOverTwoAndFourNodes) {
     }
     EXPECT_GT(by_network, 0);
   }
+}
+
+TEST_P(NetworkTest, RunsThatProcessesCountFromDifferentNumbersMeet) {
+  constexpr int64_t kApart = 700'000'000;
+  Job job(4, 2, options(), {0, 0, 1, 1}, true);
+  for (int64_t run = 0; run < 3; ++run) {
+    RunAndCheck(&job, AllGather(1), 1, run, kApart);
+    RunAndCheck(&job, AllGather(100'003), 2, run, kApart);
+    RunAndCheck(&job, AllToAll({8, 5000}, 0, 0), 3, run, kApart);
+  }
+  EXPECT_EQ(job.OpenMeetings(), 0);
 }
 
 TEST_P(NetworkTest, ManyOperationsAtOnce) {

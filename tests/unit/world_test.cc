@@ -23,8 +23,8 @@ std::vector<int32_t> Numbers(int64_t count, int32_t first) {
   return values;
 }
 
-// All devices of the job gather `elements` each; the result is checked on every one.
-void GatherAll(Job& job, int64_t elements, int64_t site, int64_t run) {
+// All devices of the job gather `elements` each; the result is checked on every one. Each process counts runs from `apart` further on.
+void GatherAll(Job& job, int64_t elements, int64_t site, int64_t run, int64_t apart = 0) {
   std::vector<int64_t> group(static_cast<size_t>(job.devices()));
   std::iota(group.begin(), group.end(), 0);
   std::vector<std::thread> threads;
@@ -33,7 +33,8 @@ void GatherAll(Job& job, int64_t elements, int64_t site, int64_t run) {
       Instance instance(MakeCall(AllGather(elements), {group}, site));
       const std::vector<int32_t> operand = Numbers(elements, static_cast<int32_t>(device * elements));
       std::vector<int32_t> result(static_cast<size_t>(elements * job.devices()), -1);
-      const Status status = instance.Run(job.WorldOf(device), device, run, operand.data(), result.data());
+      const Status status =
+          instance.Run(job.WorldOf(device), device, run + device / job.devices_each() * apart, operand.data(), result.data());
       EXPECT_TRUE(status.ok()) << status.ToString();
       EXPECT_EQ(result, Numbers(elements * job.devices(), 0));
     });
@@ -85,6 +86,13 @@ TEST(WorldTest, SmallOperandsThatDoNotComeWithThePost) {
 TEST(WorldTest, OneRunAfterTheOtherOfOneCallMeetsInOrder) {
   Job job(2, 2);
   for (int64_t run = 0; run < 50; ++run) GatherAll(job, 10, 1, run / 10);  // ten occurrences in each run
+}
+
+TEST(WorldTest, RunsThatProcessesCountFromDifferentNumbersMeet) {
+  Job job(3, 2);
+  for (int64_t run = 0; run < 5; ++run) GatherAll(job, 1000, 1, run, 700'000'000);
+  for (int64_t run = 0; run < 5; ++run) GatherAll(job, 1 << 18, 2, run, 700'000'000);
+  EXPECT_EQ(job.OpenMeetings(), 0);
 }
 
 TEST(WorldTest, PpermuteSendsOnlyWhereThePairsSayAndFillsTheRestWithZeros) {

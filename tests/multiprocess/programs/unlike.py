@@ -1,0 +1,54 @@
+"""Processes whose executables of one program are not the same to the last detail, so that XLA counts their runs from different numbers."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import numpy as np
+
+import hoccl_jax
+from tests.multiprocess.programs import common
+
+
+def _step(x: jax.Array) -> jax.Array:
+    return hoccl_jax.all_gather(x, "x", tiled=True).sum() + hoccl_jax.ppermute(x, "x", [(0, 1), (1, 2), (2, 3), (3, 0)])
+
+
+def _wanted(values: np.ndarray) -> np.ndarray:
+    return values.sum() + np.roll(values.reshape(4, -1), 1, axis=0).reshape(-1)
+
+
+def _runs(step: object, size: int, first: int) -> list[bool]:
+    mesh = common.everyone()
+    right = []
+    for run in range(first, first + 3):
+        values = np.arange(4 * size, dtype=np.float32) + run
+        x = jax.make_array_from_callback(values.shape, jax.NamedSharding(mesh, jax.P("x")), lambda index, values=values: values[index])
+        result = step(x)  # type: ignore[operator]
+        right += [bool((np.asarray(s.data) == _wanted(values)[s.index]).all()) for s in result.addressable_shards]
+    return right
+
+
+def lines() -> list[bool]:
+    """The ranks call the same program from different lines, for two shapes in turns."""
+    step = common.sharded(common.everyone(), _step)
+    if jax.process_index() == 0:
+        right = _runs(step, 4, 0)
+    else:
+        right = _runs(lambda x: step(x), 4, 0)
+    for first in (3, 6):
+        right += _runs(step, 2048, first) + _runs(step, 4, first)
+    return right
+
+
+def cache(folder: str) -> list[bool]:
+    """Only process 0 writes to JAX's persistent cache, and finds its executables there in the job's second life."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return _runs(common.sharded(common.everyone(), _step), 4, 0)
+
+
+if __name__ == "__main__":
+    common.report(right=globals()[sys.argv[1]](*sys.argv[2:]), stats=hoccl_jax.stats())
