@@ -109,9 +109,12 @@ def ppermute(
     Args:
       x: array, or a pytree of arrays.
       axis_name: mesh axis, or tuple of axes.
-      perm: (source, destination) pairs of indices into the axis; no source and no destination twice.
+      perm: (source, destination) pairs of indices into the axis; no source and no destination twice. Negative ones count from the end.
       priority: see the module's text.
       overlap: see the module's text.
+
+    When it is lowered, whatever the size of the group, raises IndexError for an index outside the group, ValueError for one that occurs
+    twice, TypeError for one that is no integer. So do `psend` and `precv`, and `pbroadcast` for its source.
 
     Its transpose is ppermute with the pairs reversed.
     """

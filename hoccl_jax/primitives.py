@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,19 +113,47 @@ def _all_to_all_form(_ctx: Any, _groups: Groups, shape: tuple[int, ...], params:
 
 
 def _pair_form(name: str, ctx: Any, groups: Groups, shape: tuple[int, ...], params: Params) -> Form:
+    size = len(groups[0])
     if "perm" not in params:
-        return Form(shape, pairs=_pairs(range(len(groups[0])), params))
+        return Form(shape, pairs=_pairs(name, size, params))
     # How jax.lax reads `perm` over several axes differs between its versions, so it is asked: it gives partition indices, groups first.
-    partitions, _ = parallel._pcollectives_lowering_common(ctx, axis_name=params["axis_name"], perm=params["perm"], op_name=name)
+    read = partial(parallel._pcollectives_lowering_common, ctx, axis_name=params["axis_name"], op_name=name)
+    read(perm=())  # refuses axes in an order that is not the mesh's
+    _pairs(name, size, params)
+    partitions, _ = read(perm=params["perm"])
     rank = {partition: rank for rank, partition in enumerate(groups[0])}
     return Form(shape, pairs=tuple((rank[int(src)], rank[int(dst)]) for src, dst in partitions[: len(params["perm"])]))
 
 
-def _pairs(ranks: range, params: Params) -> tuple[tuple[int, int], ...]:
-    """(source, destination) of a permutation or broadcast over one axis. Negative indices count from the end, as in jax.lax."""
-    if "perm" in params:
-        return tuple((ranks[src], ranks[dst]) for src, dst in params["perm"])
-    return tuple((ranks[params["source"]], rank) for rank in ranks)
+def _pairs(name: str, size: int, params: Params) -> tuple[tuple[int, int], ...]:
+    """(source, destination) of a permutation or broadcast over one axis. Negative indices count from the end, as in jax.lax.
+
+    Raises for what is no such thing the types of error that jax.lax raises, in its order.
+    """
+    if "perm" not in params:
+        source = _rank(name, "source", params["source"], params["source"], size)
+        return tuple((source, rank) for rank in range(size))
+    perm = params["perm"]
+    pairs = [(_integer(name, "perm", src, perm), _integer(name, "perm", dst, perm)) for src, dst in perm]
+    if any(len({rank % size for rank in ranks}) < len(ranks) for ranks in zip(*pairs, strict=True)):
+        raise ValueError(f"{name} sources and destinations must be unique, got {perm} in a group of size {size}")
+    return tuple((_rank(name, "perm", src, perm, size), _rank(name, "perm", dst, perm, size)) for src, dst in pairs)
+
+
+def _integer(name: str, argument: str, value: Any, given: Any) -> int:
+    """A bool is none: it would be rank 0 or 1."""
+    if isinstance(value, bool | np.bool_) or not hasattr(type(value), "__index__"):
+        among = "" if value is given else f" in {given}"
+        raise TypeError(f"{name}: {argument} must name ranks by integers, got {value!r}{among}")
+    return operator.index(value)
+
+
+def _rank(name: str, argument: str, value: Any, given: Any, size: int) -> int:
+    rank = _integer(name, argument, value, given)
+    if not -size <= rank < size:
+        among = "" if value is given else f" of {given}"
+        raise IndexError(f"{name}: {argument} names rank {rank}{among}, but the group's size is {size}")
+    return range(size)[rank]
 
 
 COLLECTIVES = (
@@ -173,7 +202,7 @@ def transpose(collective: Collective, cotangent: Any, operand: Any, *, options: 
         params |= {"split_axis": params["concat_axis"], "concat_axis": params["split_axis"]}
         return [PRIMITIVES[twin].bind(cotangent, options=options, **params)]
     if twin is parallel.pbroadcast_p:
-        source = range(lax.axis_size(axis_name))[params["source"]]
+        ((source, _), *_) = _pairs(collective.kind, lax.axis_size(axis_name), params)
         summed = jnp.where(lax.axis_index(axis_name) == source, lax.psum(cotangent, axis_name), 0)
         # Under vmap an array without elements loses what it varies over.
         return [core.pvary(summed, tuple(operand.aval.mat.varying - core.typeof(summed).mat.varying))]
@@ -188,7 +217,7 @@ def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, optio
         if len(names) > 1:
             raise NotImplementedError(f"{collective.kind} over a vmapped axis and others at once: {names}")
         (operand,), (dim,) = operands, dims
-        return _permute_batched(operand, dim, axis.size, _pairs(range(axis.size), params))
+        return _permute_batched(operand, dim, axis.size, _pairs(collective.kind, axis.size, params))
     return redirected(batching.fancy_primitive_batchers[collective.twin], options, axis, operands, dims, **params)
 
 
@@ -242,10 +271,10 @@ def call_attributes(
     data = wanted if collective.kind == "recv" else given
     if not core.is_constant_shape(data.shape):
         raise NotImplementedError(f"{collective.kind}: symbolic shapes, got {data.shape}")
+    physical = core.physical_aval(data)
+    form = collective.form(ctx, groups, physical.shape, params)  # checks the ranks, also where nothing moves
     if not moves(collective, ctx, data, params, even_alone=even_alone):
         return None
-    physical = core.physical_aval(data)
-    form = collective.form(ctx, groups, physical.shape, params)
     attributes = {
         "kind": collective.kind,
         "module": module_name(ctx),

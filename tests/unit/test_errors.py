@@ -113,3 +113,89 @@ def test_same_type_as_jax_lax_in_groups_under_a_named_vmap(name: str) -> None:
 def test_unknown_priority() -> None:
     with pytest.raises(ValueError, match="priority must be one of foreground, background, got 'urgent'"):
         hoccl_jax.ppermute(np.ones(3), "a", [(0, 1)], priority="urgent")  # type: ignore[arg-type]
+
+
+def futures(library: Any) -> Any:
+    """The start functions under the names of their namesakes, each with its done."""
+
+    class Namesakes:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return lambda *args, **keywords: getattr(library, f"{name}_start")(*args, **keywords).done()
+
+    return Namesakes()
+
+
+# On an axis of `size` ranks; the message has the size in place of N, the size + 1 in place of M.
+BadUse = Callable[[Any, Any, Any, int], Any]
+BAD_RANKS: dict[str, tuple[BadUse, type[Exception], str]] = {
+    "beyond the last": (lambda h, x, axis, size: h.ppermute(x, axis, [(0, size)]), IndexError, "ppermute: perm names rank N of"),
+    "far beyond": (lambda h, x, axis, size: h.ppermute(x, axis, [(size + 1, 0)]), IndexError, "perm names rank M of"),
+    "before the first": (lambda h, x, axis, size: h.ppermute(x, axis, [(-size - 1, 0)]), IndexError, "perm names rank -M of"),
+    "twice": (
+        lambda h, x, axis, size: h.ppermute(x, axis, [(0, 0), (0, 0)]),
+        ValueError,
+        "must be unique, got .* in a group of size N",
+    ),
+    "bool in perm": (lambda h, x, axis, size: h.ppermute(x, axis, [(False, 0)]), TypeError, "perm must .* integers, got False"),
+    "float in perm": (lambda h, x, axis, size: h.ppermute(x, axis, [(0, 0.0)]), TypeError, "perm must .* integers, got 0.0"),
+    "half a pair": (lambda h, x, axis, size: h.ppermute(x, axis, [(0,)]), ValueError, "unpack"),
+    "source beyond": (lambda h, x, axis, size: h.pbroadcast(x, axis, size), IndexError, "pbroadcast: source names rank N,"),
+    "source before": (lambda h, x, axis, size: h.pbroadcast(x, axis, -size - 1), IndexError, "source names rank -M,"),
+    "float as source": (lambda h, x, axis, size: h.pbroadcast(x, axis, 0.0), TypeError, "source must .* integers, got 0.0"),
+    "bool as source": (lambda h, x, axis, size: h.pbroadcast(x, axis, True), TypeError, "source must .* integers, got True"),
+    "psend": (lambda h, x, axis, size: h.psend(x, axis, [(0, size)]), IndexError, "psend: perm names rank N of"),
+    "precv": (lambda h, x, axis, size: h.precv(lax.create_token(), x, axis, [(0, size)]), IndexError, "precv: perm names rank N of"),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 0])
+@pytest.mark.parametrize("axis", ["x", "o", ()])
+@pytest.mark.parametrize("library", [hoccl_jax, futures(hoccl_jax)], ids=["whole", "halves"])
+@pytest.mark.parametrize("case", BAD_RANKS)
+def test_bad_ranks_in_groups_of_any_size(case: str, library: Any, axis: Any, rows: int) -> None:
+    """Also of one rank, and where there is nothing to move."""
+    use, kind, message = BAD_RANKS[case]
+    size = 8 if axis == "x" else 1
+    mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("x", "o"))
+
+    def body(x: Any) -> Any:
+        result = use(library, x, axis, size)
+        return x if case == "psend" else result
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    with pytest.raises(kind, match=message.replace("N", str(size)).replace("M", str(size + 1))) as caught:
+        program.lower(np.ones((8 * rows,), np.float32))
+    if kind is IndexError:
+        assert f"the group's size is {size}" in str(caught.value)
+
+
+VALID_OF_ONE: list[Any] = [[], [(0, 0)], [(0, -1)]]
+INVALID_OF_ONE: list[Any] = [[(0, 1)], [(0, 5)], [(3, 0)], [(0, 0)] * 2, [(0, 5), (5, 0)], [(0,)], [(0, 0.5)]]
+
+
+@pytest.mark.parametrize("perm", VALID_OF_ONE + INVALID_OF_ONE, ids=str)
+@pytest.mark.parametrize("axis", ["o", ()])
+def test_permutations_of_one_rank_as_jax_lax(perm: Any, axis: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("x", "o"))
+
+    def outcome(library: Any) -> Any:
+        body = jax.shard_map(lambda x: library.ppermute(x, axis, perm), mesh=mesh, in_specs=P(("x", "o")), out_specs=P(("x", "o")))
+        try:
+            return np.asarray(jax.jit(body)(np.arange(8.0))).tolist()
+        except Exception as error:
+            return type(error)
+
+    assert outcome(hoccl_jax) == outcome(lax)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_bad_ranks_under_a_named_vmap(size: int) -> None:
+    x = np.ones((size, 2), np.float32)
+    with pytest.raises(IndexError, match=f"perm names rank {size} .*size is {size}"):
+        jax.vmap(lambda x: hoccl_jax.ppermute(x, "v", [(0, size)]), axis_name="v")(x)
+    with pytest.raises(ValueError, match=f"must be unique, got .* in a group of size {size}"):
+        jax.vmap(lambda x: hoccl_jax.ppermute(x, "v", [(0, 0), (-1, 0)] if size > 1 else [(0, 0)] * 2), axis_name="v")(x)
+    with pytest.raises(IndexError, match=f"source names rank {size}, .*size is {size}"):
+        jax.vmap(lambda x: hoccl_jax.pbroadcast(x, "v", size), axis_name="v")(x)
+    with pytest.raises(TypeError, match="source must name ranks by integers, got True"):
+        jax.vmap(lambda x: hoccl_jax.pbroadcast(x, "v", True), axis_name="v")(x)
