@@ -53,6 +53,19 @@ _take_all_hardware_queues()
 _lock = threading.RLock()
 _state = _State()
 _fallbacks: collections.Counter[str] = collections.Counter()  # guarded by _lock
+_forked_from_jax = False  # this process is the fork of one in which JAX had started
+
+
+def _forget_parent() -> None:
+    """In a forked child: its parent's engine has no threads here, and a thread that is not here either may have held the lock."""
+    global _lock, _forked_from_jax
+    _lock = threading.RLock()
+    _state.config = None
+    _state.connected = set()
+    _forked_from_jax = _forked_from_jax or xla_bridge.backends_are_initialized()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def init() -> None:
@@ -62,7 +75,7 @@ def init() -> None:
 
     Raises:
       TimeoutError: processes that did not come within HOCCL_TIMEOUT_S; the message names them.
-      RuntimeError: the engine can't start, or can't reach a process.
+      RuntimeError: the engine can't start, or can't reach a process; or this process was forked from one in which JAX had started.
       ImportError: the extension was built for a newer XLA than the installed jaxlib.
     """
     ensure_connected(range(jax.process_count()))
@@ -247,6 +260,11 @@ def has_device(device: jax.Device) -> bool:
 def _ensure_started() -> Config:
     if _state.config is not None:
         return _state.config
+    if _forked_from_jax:
+        raise RuntimeError(
+            "hoccl_jax can't start in this process, which was forked from one in which JAX had started: JAX does not survive a fork. Fork "
+            'before anything uses JAX, or start processes afresh (multiprocessing.get_context("spawn"))'
+        )
     register_targets()
     config = Config.from_env()
     _logger.setLevel(config.log_level.upper())

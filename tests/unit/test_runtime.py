@@ -7,8 +7,10 @@ import logging
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -67,6 +69,56 @@ def test_a_forked_child_has_no_engine_and_can_shut_down() -> None:
         os._exit(0 if refused else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert running()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+@pytest.mark.parametrize("started", [True, False])
+def test_a_child_forked_after_jax_has_started_is_told_so(started: bool) -> None:
+    """By whatever would start the engine, whether it ran in the parent or not, and though a thread of the parent held the lock."""
+    jax.devices()
+    (hoccl_jax.init if started else hoccl_jax.shutdown)()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with runtime._lock:
+                held.set()
+                release.wait()
+
+        holder = pool.submit(hold)
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(60)
+                for use in (hoccl_jax.init, hoccl_jax.stats, hoccl_jax.foreground().__enter__):
+                    with pytest.raises(RuntimeError, match="JAX does not survive a fork"):
+                        use()
+                hoccl_jax.check_errors()
+                hoccl_jax.shutdown()
+                code = 0
+            finally:
+                os._exit(code)
+        release.set()
+        holder.result()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert running() == started
+
+
+def test_a_child_forked_before_jax_has_started_runs(tmp_path: pathlib.Path) -> None:
+    program = """
+import jax, os
+jax.config.update('jax_platforms', 'cpu')
+import hoccl_jax
+child = os.fork()
+hoccl_jax.init()
+print('started', hoccl_jax.stats()['failures'], flush=True)
+if child: assert os.waitpid(child, 0)[1] == 0
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "started 0\n" * 2), result.stderr
 
 
 def test_first_use_starts_the_engine() -> None:
