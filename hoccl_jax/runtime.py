@@ -38,6 +38,7 @@ class _State:
     config: Config | None = None  # None: the engine is stopped
     incarnation: int = 0  # starts of the engine in this process; every process of a job counts alike
     connected: set[int] = dataclasses.field(default_factory=set)  # process indices, this one included
+    trace_file: str | None = None  # where the trace goes that is being recorded
 
 
 _HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -62,6 +63,7 @@ def _forget_parent() -> None:
     _lock = threading.RLock()
     _state.config = None
     _state.connected = set()
+    _state.trace_file = None
     _forked_from_jax = _forked_from_jax or xla_bridge.backends_are_initialized()
 
 
@@ -90,11 +92,10 @@ def shutdown() -> None:
     with _lock:
         if _state.config is None:
             return
-        if _state.config.trace:
-            try:
-                _native.finish_trace(_trace_file(_state.config.trace))
-            except (RuntimeError, OSError) as error:  # the engine must stop all the same
-                _logger.error("no trace: %s", error)
+        try:
+            _finish_trace()
+        except RuntimeError as error:  # the engine must stop all the same
+            _logger.error("no trace: %s", error)
         _native.stop()
         _state.config = None
         _state.connected = set()
@@ -173,27 +174,42 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     processes each one writes a file of its own, "step.3.json" that of process 3.
 
     Covers CPU devices and, of CUDA devices, what goes by the network: a chunk's way into a staging buffer, to the other host, and out of
-    the buffer there. FileNotFoundError if there is no such folder, RuntimeError if a trace is being recorded already or the file can't be
-    written.
+    the buffer there. `shutdown` within the context ends the recording and writes the file; an engine that starts after it is not recorded.
+
+    Raises, at the start, FileNotFoundError if there is no such folder, IsADirectoryError if `path` is one, RuntimeError if a trace is being
+    recorded already; RuntimeError at the end if the file can't be written.
     """
     file = _trace_file(path)
     with _lock:
         _ensure_started()
+        incarnation = _state.incarnation
         _native.start_trace()
+        _state.trace_file = file
     try:
         yield
     finally:
         with _lock:
-            if _state.config is not None:  # else shutdown has ended it
-                _native.finish_trace(file)
+            if _state.config is not None and _state.incarnation == incarnation:  # else shutdown has ended it
+                _finish_trace()
+
+
+def _finish_trace() -> None:
+    """Writes the trace that is being recorded, if there is one."""
+    file, _state.trace_file = _state.trace_file, None
+    if file is not None:
+        _native.finish_trace(file)
 
 
 def _trace_file(path: str | os.PathLike[str]) -> str:
-    """The file of this process."""
-    file = pathlib.Path(path)
+    """The file of this process. An error where it can't be one is due before anything is recorded."""
+    file = given = pathlib.Path(path)
+    if not given.is_dir() and jax.process_count() > 1:
+        file = given.with_suffix(f".{jax.process_index()}{given.suffix}")
+    if file.is_dir():
+        raise IsADirectoryError(f"hoccl_jax: the trace {file} would be a file, but is a folder")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"hoccl_jax: no folder for the trace {file}")
-    return str(file if jax.process_count() == 1 else file.with_suffix(f".{jax.process_index()}{file.suffix}"))
+    return str(file)
 
 
 def topology() -> dict[str, Any]:
@@ -268,8 +284,7 @@ def _ensure_started() -> Config:
     register_targets()
     config = Config.from_env()
     _logger.setLevel(config.log_level.upper())
-    if config.trace:
-        _trace_file(config.trace)  # or an error before anything starts
+    trace_file = _trace_file(config.trace) if config.trace else None
     for line in misspelt():
         _logger.warning("%s", line)
     if _HARDWARE_QUEUES not in os.environ and any(device.platform == "gpu" for device in _local_devices()):
@@ -287,8 +302,9 @@ def _ensure_started() -> Config:
         except BaseException:
             _native.stop()
             raise
-    if config.trace:
+    if trace_file is not None:
         _native.start_trace()
+    _state.trace_file = trace_file
     _state.config = config
     _state.connected = {jax.process_index()}
     _logger.info("started with devices %s", [device[0] for device in devices])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hoccl_jax
+from hoccl_jax import runtime
 
 _ROWS = 1 << 18  # of a rank, float32: 1 MiB, which takes several chunks
 
@@ -67,6 +69,52 @@ def test_one_trace_at_a_time_and_a_file_that_cannot_be_written(tmp_path: pathlib
         pass
     assert read(tmp_path / "four.json")["traceEvents"]
     assert not (tmp_path / "two.json").exists()
+
+
+def test_a_folder_as_the_file_is_refused_at_the_start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        hoccl_jax.trace(tmp_path).__enter__()
+    with hoccl_jax.trace(tmp_path / "next.json"):  # nothing is being recorded
+        pass
+    hoccl_jax.shutdown()
+    monkeypatch.setenv("HOCCL_TRACE", str(tmp_path))
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        hoccl_jax.init()
+    assert runtime._state.config is None
+    # Of several processes each adds its number to the name, which makes no file of a folder.
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        runtime._trace_file(tmp_path)
+    assert runtime._trace_file(tmp_path / "step.json") == str(tmp_path / "step.0.json")
+    (tmp_path / "step.0.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"step\.0\.json"):
+        runtime._trace_file(tmp_path / "step.json")
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_shutdown_within_a_trace_writes_it(again: bool, tmp_path: pathlib.Path) -> None:
+    gather, x = gather_program()
+    with hoccl_jax.trace(tmp_path / "before.json"):
+        jax.block_until_ready(gather(x))
+        hoccl_jax.shutdown()
+        begun = [event for event in read(tmp_path / "before.json")["traceEvents"] if event["ph"] == "b"]
+        if again:
+            hoccl_jax.init()
+            jax.block_until_ready(gather(x))
+    assert len(begun) == 4
+    assert [event for event in read(tmp_path / "before.json")["traceEvents"] if event["ph"] == "b"] == begun
+
+
+def test_the_end_of_a_trace_leaves_that_of_the_next_engine_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather, x = gather_program()
+    hoccl_jax.init()
+    with hoccl_jax.trace(tmp_path / "first.json"):
+        hoccl_jax.shutdown()
+        monkeypatch.setenv("HOCCL_TRACE", str(tmp_path / "all.json"))
+        hoccl_jax.init()
+    jax.block_until_ready(gather(x))
+    hoccl_jax.shutdown()
+    assert len([event for event in read(tmp_path / "all.json")["traceEvents"] if event["ph"] == "b"]) == 4
 
 
 def test_variable_traces_the_whole_process(tmp_path: pathlib.Path) -> None:
