@@ -515,8 +515,14 @@ def device_ids(mesh: Any, groups: Groups) -> np.ndarray:
 
     Devices of a topology that is only described (ahead-of-time compilation) need no engine. An abstract mesh doesn't say which devices the
     program will run on, so there are no groups: such a lowering can be read, but its compilation fails with a message that says what to do.
+    ValueError where it is abstract because a shard_map within another one has inherited it, for which JAX accepts no concrete one instead.
     """
     if not isinstance(mesh, Mesh):
+        if mesh.manual_axes:
+            raise ValueError(
+                f"a hoccl_jax collective in a shard_map within one over {mesh.manual_axes}, whose mesh it inherits: JAX does not tell on "
+                "which devices, unless the mesh is the context's too. Call or lower the program under `with jax.set_mesh(mesh):`"
+            )
         return np.empty((0, len(groups[0])), np.int64)
     devices = list(mesh.devices.flat)
     if runtime.has_device(devices[0]):

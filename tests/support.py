@@ -259,6 +259,9 @@ the engine. `reshard` is a callback from XLA's partitioner, which JAX can't put 
 jit, without it, and within scan and cond; they have no vmap and no gradient (tests/unit/test_mpmd.py). The futures of the other operations
 go where these go, but not beside an automatic axis (tests/unit/test_futures.py).
 
+A shard_map within a shard_map inherits the mesh, of which JAX then tells no devices: a collective there needs the mesh as the context's
+as well, `with jax.set_mesh(mesh):` around the call of the whole program (tests/unit/test_lowering.py).
+
 """
 
 

@@ -267,6 +267,23 @@ def test_an_abstract_mesh_lowers_but_compiles_only_where_the_devices_are_known()
         np.testing.assert_array_equal(jax.jit(body)(x), [[0, 1], [2, 3]] * 2)
 
 
+def test_a_nested_shard_map_needs_the_mesh_as_context() -> None:
+    """Of the mesh that it inherits JAX tells the axes only, and it accepts no other: the error says what helps, when it is lowered."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    ring = [(rank, (rank + 1) % 4) for rank in range(4)]
+
+    def outer(x: Any) -> Any:
+        inner = jax.shard_map(lambda x: hoccl_jax.ppermute(x, "b", ring), in_specs=P("b"), out_specs=P("b"), axis_names={"b"})
+        return inner(x)
+
+    program = jax.jit(jax.shard_map(outer, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}))
+    x = np.arange(8.0)
+    with pytest.raises(ValueError, match=r"inherits.*with jax\.set_mesh\(mesh\)"):
+        program.lower(x)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(program(x), [3, 0, 1, 2, 7, 4, 5, 6])
+
+
 def test_symbolic_shapes_are_refused() -> None:
     (size,) = jax.export.symbolic_shape("size")
     body = jax.shard_map(lambda x: hoccl_jax.all_gather(x, "a"), mesh=mesh_of(2), in_specs=P(None, "a"), out_specs=P(None, "a"))

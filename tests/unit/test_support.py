@@ -12,6 +12,10 @@ def test_the_page_is_up_to_date(name: str) -> None:
     assert support.row(name) in support.PAGE.read_text().splitlines(), "run python -m tests.support"
 
 
+def test_the_page_has_this_head() -> None:
+    assert support.PAGE.read_text().startswith(support.HEAD), "run python -m tests.support"
+
+
 def test_the_page_has_these_columns_and_operations() -> None:
     lines = [line.strip("| ").split(" | ") for line in support.PAGE.read_text().splitlines() if line.startswith("| ")]
     assert lines[0] == ["operation", *support.TRANSFORMS, *support.AXES, "CUDA"]
