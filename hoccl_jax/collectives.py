@@ -128,7 +128,7 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority: Prio
 
 def pbroadcast(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground", overlap: bool | None = None) -> Any:
     """Gives each rank the x of the rank with index `source`. x may be a pytree. (jax.lax.pbroadcast itself lacks CPU devices.)"""
-    return _run(parallel.pbroadcast, priority, overlap, x, axis_name, source)
+    return _run(parallel.pbroadcast, priority, overlap, x, primitives.axis_names(axis_name), source)
 
 
 def psend(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Any:

@@ -171,7 +171,7 @@ def _transpose_start(collective: Collective, cotangents: Any, operand: Any, **pa
 
 
 def _batched(collective: Collective, axis: Any, params: Params) -> Params:
-    names = params["axis_name"] if isinstance(params["axis_name"], list | tuple) else (params["axis_name"],)
+    names = primitives.axis_names(params["axis_name"])
     if axis.name in names:
         raise NotImplementedError(f"{collective.kind}_start over the vmapped axis {axis.name!r}: use {collective.kind}")
     axes = ("all_gather_dimension", "split_axis", "concat_axis")

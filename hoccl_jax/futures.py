@@ -290,7 +290,7 @@ def pshuffle_start(x: Any, axis_name: AxisName, perm: Sequence[int], *, priority
 
 def pbroadcast_start(x: Any, axis_name: AxisName, source: int, *, priority: Priority = "foreground", staged: bool = False) -> Future:
     """Begins a `pbroadcast`, whose arguments it takes. `staged`: see `Future`. Its gradient is reduced by jax.lax.psum, as a whole."""
-    return _start(parallel.pbroadcast, priority, staged, x, axis_name, source)
+    return _start(parallel.pbroadcast, priority, staged, x, primitives.axis_names(axis_name), source)
 
 
 def psend_start(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, priority: Priority = "foreground") -> Future:

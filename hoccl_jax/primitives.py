@@ -209,10 +209,15 @@ def transpose(collective: Collective, cotangent: Any, operand: Any, *, options: 
     return redirected(ad.primitive_transposes[twin], options, cotangent, operand, **params)
 
 
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
+    """The axes that act as one."""
+    return tuple(axis_name) if isinstance(axis_name, list | tuple) else (axis_name,)
+
+
 def _batch(collective: Collective, axis: Any, operands: Any, dims: Any, *, options: Options, **params: Any) -> Any:
     if collective.one_sided:
         raise NotImplementedError(f"{collective.twin.name} under vmap: the other side can't know what is batched")
-    names = params["axis_name"] if isinstance(params["axis_name"], list | tuple) else (params["axis_name"],)
+    names = axis_names(params["axis_name"])
     if collective.has_pairs and axis.name in names:
         if len(names) > 1:
             raise NotImplementedError(f"{collective.kind} over a vmapped axis and others at once: {names}")

@@ -35,7 +35,8 @@ class PinnedPool {
 
  private:
   explicit PinnedPool(const cuda::CudaDevice& device) : device_(device) {}
-  Status AddBlock(size_t bytes);  // with mutex_ held
+  // Releases the lock in between: the driver may wait for streams, and these for a thread that gives a piece back.
+  Status AddBlock(size_t bytes, std::unique_lock<std::mutex>* lock);
 
   const cuda::CudaDevice& device_;
   std::mutex mutex_;

@@ -248,6 +248,7 @@ void StreamExchange::Run(Device* device) {
     const Clock::time_point now = Clock::now();
     if (now >= next_watch) {
       Watch(device);
+      DropGoneMemory(device, &lock);
       next_watch = now + std::min(options_.tick, kWatch);
     }
     if (device->waiting == 0 && !device->pushes->HasWork()) {

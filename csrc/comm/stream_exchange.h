@@ -181,6 +181,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
 
   // All of these with mutex_ held.
   Status CanPost(const GroupPlan& plan, int rank) const;
+  bool OthersKnow(const GroupPlan& plan, int rank) const;
   PostKey NextKey(Binding* binding, int64_t run);
   Execution* NewExecution(Binding* binding, const PostKey& key, Ticket ticket);
   bool CanPushAtOnce(const Binding& binding, const PostKey& key);
@@ -217,18 +218,19 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
 
   void ReadTables(Device* device);
   void ReadTable(Device* device, Execution* execution);
+  bool HasMoved(const Execution& execution) const;
   bool IsOver(const Execution& execution) const;
   void Watch(Device* device);
   void Retire(Device* device);
   void CheckDeadlines(Device* device);
   void ReleaseAgain(Device* device);
-  void DropGoneMemory(Device* device);
+  void DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock);
   void DropSends(int process);
   void Fail(Status failure, bool tell_others);
   void Release(const Execution& execution);
   std::string Attendance(const Execution& execution);
 
-  // Of a handler. `refused`: it is this call's error alone, since others know already that it can't be.
+  // Of a handler. `refused`: it is this call's error alone, since who waits for it knows already that it can't be.
   // `pending`: of the first half of a receive, else null.
   Status Post(Binding* binding, int64_t run, CUstream stream, const StreamBuffers& buffers, PendingReceive* pending);
   Status TryPost(Binding* binding, int64_t run, const cuda::StreamView& stream, const StreamBuffers& buffers, PendingReceive* pending,
@@ -327,6 +329,7 @@ class StreamExchange::Binding {
   uint32_t slot_ = 0;  // of flags: ready, then arrivals, then departures
   bool has_slots_ = false;
 
+  std::mutex posting_;  // two programs' threads may run it at a time, and the stream takes its flags in the order of their values
   bool has_run_ = false;
   int64_t run_ = -1;
   uint32_t index_ = 0;  // within the run

@@ -117,7 +117,12 @@ bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* targe
   }
   target->address = post.address;
   target->flags = &resources_->flags->memory();
-  const auto& [owner, allocation] = own_memory_.at(post.memory);
+  const auto known = own_memory_.find(post.memory);
+  if (known == own_memory_.end()) {
+    Fail(FailedPrecondition("the memory in which device " + std::to_string(post.device) + " receives has been freed"), true);
+    return true;
+  }
+  const auto& [owner, allocation] = known->second;
   if (owner == device || device->reachable.contains(post.memory)) return true;
   for (const cuda::CudaDevice* user : {device->cuda, device->copier}) {
     if (Status granted = cuda::GrantAccess(*user, *owner->cuda, allocation); !granted.ok()) {

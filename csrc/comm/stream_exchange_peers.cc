@@ -11,9 +11,6 @@ namespace {
 // How long traffic may keep a device's thread from looking for memory that is no more.
 constexpr std::chrono::seconds kLongestTraffic{1};
 
-// After a failure, late writers can set flags back below what later waits want: they are let go again and again for so long.
-constexpr std::chrono::seconds kReleasing{5};
-
 }  // namespace
 
 void StreamExchange::OnProcessConnected(int process) {
@@ -219,7 +216,6 @@ void StreamExchange::Watch(Device* device) {
   if (failed_) return ReleaseAgain(device);
   Retire(device);
   CheckDeadlines(device);
-  DropGoneMemory(device);
 }
 
 // A thread of XLA's or NCCL's may be in a call that waits for the device with the driver's locks held. If our streams wait for a copy of
@@ -235,15 +231,16 @@ void StreamExchange::OnTick() {
   }
 }
 
+// After a failure late writers can set flags back below what later waits want, however late they are: until the exchange ends these are let
+// go again and again.
 void StreamExchange::ReleaseAgain(Device* device) {
-  if (Clock::now() - failed_at_ > kReleasing) return;
   for (const auto& execution : device->executions) Release(*execution);
 }
 
-bool StreamExchange::IsOver(const Execution& execution) const {
+// Is all there that the execution waits for, and its operand free?
+bool StreamExchange::HasMoved(const Execution& execution) const {
   const FlagMemory& own = resources_->flags->memory();
   if (!own.HasReached(execution.Ready()) || execution.table || execution.awaited) return false;
-  if (execution.landing && !own.HasReached(execution.landed)) return false;
   for (uint32_t i = 0; i < execution.arrivals; ++i) {
     if (!own.HasReached(execution.Arrival(i))) return false;
   }
@@ -253,6 +250,10 @@ bool StreamExchange::IsOver(const Execution& execution) const {
     if (flight.way == Flight::Way::kDropped) return true;
     return flight.way != Flight::Way::kUnmatched && own.HasReached(execution.Departure(flight.out.departure));
   });
+}
+
+bool StreamExchange::IsOver(const Execution& execution) const {
+  return HasMoved(execution) && (!execution.landing || resources_->flags->memory().HasReached(execution.landed));
 }
 
 void StreamExchange::Retire(Device* device) {
@@ -267,6 +268,7 @@ void StreamExchange::Retire(Device* device) {
         own.Advance((*execution)->Departure(flight.out.departure));
       flight.target = {};
     }
+    if ((*execution)->landing) own.Advance({.slot = (*execution)->landing->slot + 1, .value = (*execution)->landed.value});
     for (std::optional<StagingBuffer>* buffer : {&(*execution)->staging, &(*execution)->landing}) {
       if (*buffer) device->staging->GiveBack(**buffer);
       buffer->reset();
@@ -287,7 +289,7 @@ void StreamExchange::CheckDeadlines(Device* device) {
       execution->begun = true;
       execution->since = now;
     }
-    if (now - execution->since <= options_.timeout) continue;
+    if (now - execution->since <= options_.timeout || HasMoved(*execution)) continue;
     const GroupPlan& plan = *execution->plan;
     return Fail(DeadlineExceeded(plan.Describe(execution->key.meeting.run, execution->occurrence) + ": " +
                                  plan.communicator.RankName(execution->rank) + " has waited " + InSeconds(now - execution->since) +
@@ -351,11 +353,14 @@ std::string StreamExchange::Attendance(const Execution& execution) {
 }
 
 // Asks the driver about memory in JAX's context, which another thread's call can block, so rather not while transfers wait for this one.
-void StreamExchange::DropGoneMemory(Device* device) {
+void StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock) {
+  if (failed_) return;
   const Clock::time_point now = Clock::now();
-  if ((device->waiting > 0 || device->pushes->HasWork()) && now - device->dropped_gone < kLongestTraffic) return;
+  if ((!device->executions.empty() || device->pushes->HasWork()) && now - device->dropped_gone < kLongestTraffic) return;
   device->dropped_gone = now;
+  lock->unlock();  // whoever looks at deadlines needs it
   Result<std::vector<cuda::MemoryKey>> gone = device->exports->DropGone();
+  lock->lock();
   if (!gone.ok()) return Fail(gone.status(), true);
   for (cuda::MemoryKey key : *gone) {
     own_memory_.erase(key);
@@ -404,6 +409,7 @@ void StreamExchange::Release(const Execution& execution) {
   for (const Flight& flight : execution.flights) {
     // Its program has failed too, and learns it.
     if (flight.way == Flight::Way::kInStream) flight.target.flags->Advance(flight.ready);
+    if (flight.way == Flight::Way::kToItself) own.Advance(execution.Ready());
   }
 }
 

@@ -14,6 +14,7 @@ Status StreamExchange::Post(Binding* binding, int64_t run, CUstream handle, cons
   if (failed_.load(std::memory_order_acquire)) return failure();
   const GroupPlan& plan = *binding->plan_;
   statistics_->CountOperation(plan.call->operation.kind);
+  const std::lock_guard posting(binding->posting_);
   const uint32_t occurrence = binding->executions_;
   const cuda::ScopedContext scope(*binding->device_->cuda);
   bool refused = false;
@@ -57,7 +58,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
   {
     const std::unique_lock lock = LockSoon(mutex_);
     if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
-      *refused = true;
+      *refused = OthersKnow(plan, binding->rank_);
       if (table) device->tables->GiveBack(*table);
       if (landing.staging) device->staging->GiveBack(*landing.staging);
       return can;
@@ -228,6 +229,20 @@ Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {
                        plan.call->site.ToString() + ": process " + std::to_string(process) + " " + peer.how);
   }
   return {};
+}
+
+// Has everyone with whom the rank would exchange data lost somebody in this call too?
+bool StreamExchange::OthersKnow(const GroupPlan& plan, int rank) const {
+  const auto is_lost = [this](int process) { return peers_[process]->lost; };
+  const auto misses_somebody = [&](int other) {
+    return std::ranges::any_of(plan.other_processes, [&](int process) { return is_lost(process) && plan.ExchangesWith(other, process); });
+  };
+  const std::vector<int>& processes = plan.communicator.processes;
+  for (int other = 0; other < plan.communicator.size(); ++other) {
+    if (processes[other] == options_.process || is_lost(processes[other]) || !plan.ExchangesWith(rank, processes[other])) continue;
+    if (!misses_somebody(other)) return false;
+  }
+  return true;
 }
 
 PostKey StreamExchange::NextKey(Binding* binding, int64_t run) {

@@ -15,7 +15,7 @@ Status StreamExchange::PostSend(Binding* binding, int64_t run, const cuda::Strea
   Device* device = binding->device_;
   std::unique_lock lock = LockSoon(mutex_);
   if (const Status can = CanPost(plan, binding->rank_); !can.ok()) {
-    *refused = true;
+    *refused = OthersKnow(plan, binding->rank_);
     return can;
   }
   TakeMail();

@@ -43,6 +43,37 @@ TEST_F(CudaExchangeFailureTest, ARankThatDoesNotComeIsNamedOnAllRanks) {
   ExpectContains(job.Post(call, 2, 5), {"has not come"});
 }
 
+TEST_F(CudaExchangeFailureTest, DeadlinesPassWhileTheDriverBlocksALookUp) {
+  if (!OnFake()) GTEST_SKIP() << "needs the fake driver";
+  constexpr std::chrono::seconds kBlocked{4};
+  CudaJob job(driver(), 2, 1, {.timeout = std::chrono::milliseconds(1500)});  // look-ups come every second
+  const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
+  RunAndCheck(job, call, 1, {0, 1});
+  ASSERT_OK(job.Post(call, 0, 2));  // rank 1 does not come
+  const long before = Fake().fakeCudaCalls("cuPointerGetAttributes");
+  const auto start = std::chrono::steady_clock::now();
+  Fake().fakeCudaDelay("cuPointerGetAttributes", std::chrono::microseconds(kBlocked).count());
+  EXPECT_EQ(FailureOf(job, 0).code(), Code::kDeadlineExceeded);
+  EXPECT_GT(Fake().fakeCudaCalls("cuPointerGetAttributes"), before);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, kBlocked) << "no deadline passed before the look-up had ended";
+}
+
+TEST_F(CudaExchangeFailureTest, WhoWaitsForARefusedRankLearnsIt) {
+  if (!OnFake()) GTEST_SKIP() << "the processes of this test share a context: what one frees waits for the others' streams";
+  CudaJob job(driver(), 4, 1, {.timeout = std::chrono::minutes(10)});
+  const auto ring =
+      MakeCall({.kind = Kind::kPpermute, .dtype = "int32", .item_bytes = 4, .shape = {100}, .pairs = {{0, 1}, {1, 2}, {2, 3}, {3, 0}}},
+               {{0, 1, 2, 3}}, 1);
+  RunAndCheck(job, ring, 1, {0, 1, 2, 3});
+  ASSERT_OK(job.Post(ring, 0, 2));
+  job.Stop(2);
+  const auto message = Message(Kind::kSend, {{1, 0}}, {2, 3}, 7, true);
+  ASSERT_TRUE(cuda::Eventually([&] { return !job.Post(message, 3, 1).ok(); })) << "process 3 has not heard of the loss";
+  // Rank 0 exchanges nothing with rank 2, but waits for rank 3.
+  EXPECT_FALSE(job.Post(ring, 3, 2).ok());
+  ExpectContains(FailureOf(job, 0), {"process 2", "told by process 3"});
+}
+
 TEST_F(CudaExchangeFailureTest, RanksThatDisagreeGetAnError) {
   CudaJob job(driver(), 2, 1);
   ASSERT_OK(job.Post(MakeCall(AllGather(100), {{0, 1}}, 1), 0, 1));

@@ -1,6 +1,8 @@
 // Starts and dones between CUDA devices: the program's stream goes on in between, and what it does after done sees the result.
+#include <chrono>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -259,6 +261,17 @@ TEST_F(CudaFutureMessagesTest, AMessageHasOneDone) {
   ASSERT_OK(Futures(job, 1).Done(1, job.stream(1).handle(), 0, job.result(1), elsewhere, kBytes, "recv"));
   ExpectMessage(job, 1, 5, Content(0, 0));
   EXPECT_EQ(AwaitMessage(job, 1).code(), Code::kFailedPrecondition);
+}
+
+TEST_F(CudaFutureMessagesTest, WhatHasArrivedMayAwaitItsDoneForLongerThanTheDeadline) {
+  CudaJob job(driver(), 2, 1, {.timeout = std::chrono::milliseconds(200)});
+  job.UnshareResults();
+  ASSERT_OK(Start(job, Received(-1, {{0, 1}}), 1));
+  ASSERT_OK(Start(job, Sent(-1, {{0, 1}}), 0));
+  ASSERT_OK(job.stream(0).Synchronize());
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));  // the program computes
+  ASSERT_OK(AwaitMessage(job, 1));
+  ExpectMessage(job, 1, 0, Content(0, 0));
 }
 
 class CudaFutureMessageFailureTest : public CudaFutureMessagesTest {

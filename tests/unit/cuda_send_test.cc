@@ -1,5 +1,7 @@
 // Sends and receives between CUDA devices: no send waits for its receiver, and each message arrives once, in order, where it should.
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/unit/cuda_exchange_test_support.h"
@@ -194,6 +196,25 @@ TEST_F(CudaSendTest, BuffersAreUsedAgain) {
     if (run == 3) mappings = Fake().fakeCudaLive("mappings");
   }
   EXPECT_EQ(Fake().fakeCudaLive("mappings"), mappings);
+}
+
+TEST_F(CudaSendTest, TwoThreadsMayRunOneProgramAtATime) {
+  constexpr int kMessages = 200;
+  CudaJob job(driver(), 2, 1, {.timeout = std::chrono::seconds(20)});
+  const auto send = Message(Kind::kSend, {{0, 1}}, {0, 1}, 5, true, Priority::kForeground, 10);
+  const auto receive = Message(Kind::kRecv, {{0, 1}}, {0, 1}, 5, true, Priority::kForeground, 10);
+  ASSERT_OK(job.Post(receive, 1, 1));
+  ASSERT_OK(job.Post(send, 0, 1));
+  std::vector<std::thread> threads;
+  for (int thread : {0, 1}) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < kMessages; ++i) EXPECT_OK(job.Post(receive, 1, 2 + 2 * i + thread));
+    });
+  }
+  for (int i = 0; i < 2 * kMessages; ++i) EXPECT_OK(job.Post(send, 0, 2 + i));
+  for (std::thread& thread : threads) thread.join();
+  ASSERT_OK(job.stream(1).Synchronize());
+  EXPECT_OK(job.failure(1));
 }
 
 TEST_F(CudaSendTest, MessagesThatNobodyTakesHoldNobodyUpWhenTheirReceiverHasLeft) {
