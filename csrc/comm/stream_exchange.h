@@ -281,7 +281,6 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   std::deque<Transfer> transfers_;                                          // never moves
   std::vector<Transfer*> spare_transfers_;
   Status failure_;
-  Clock::time_point failed_at_;
   std::atomic<bool> failed_ = false;
   bool stopping_ = false;
 };

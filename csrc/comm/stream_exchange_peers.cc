@@ -8,8 +8,8 @@
 namespace hoccl {
 namespace {
 
-// How long traffic may keep a device's thread from looking for memory that is no more.
-constexpr std::chrono::seconds kLongestTraffic{1};
+// How long executions may keep a device's thread from looking for memory that is no more.
+constexpr std::chrono::seconds kLongestTraffic{30};
 
 }  // namespace
 
@@ -377,7 +377,6 @@ void StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>
 void StreamExchange::Fail(Status failure, bool tell_others) {
   if (failed_) return;
   failure_ = std::move(failure);
-  failed_at_ = Clock::now();
   failed_.store(true, std::memory_order_release);
   statistics_->CountFailure();
   waiting_.clear();

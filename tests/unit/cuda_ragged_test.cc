@@ -1,9 +1,14 @@
 // Ragged all-to-alls between CUDA devices: sizes that are known once the table has come from the device, and tables that are refused.
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "csrc/comm/pinned_pool.h"
 #include "csrc/sched/ragged.h"
 #include "tests/unit/cuda_exchange_test_support.h"
 
@@ -164,6 +169,33 @@ TEST_F(CudaRaggedTest, OneHardwareQueueIsEnough) {
       EXPECT_EQ(Load(job.cuda(rank), job.result(rank), initial.size()), initial);
     }
   }
+}
+
+using FakePinnedPoolTest = cuda::FakeCudaTest;
+
+TEST_F(FakePinnedPoolTest, PiecesGoAndComeWhileTheDriverBlocksOtherAllocations) {
+  const auto device = Attach(0);
+  const auto pool = Must(PinnedPool::Create(*device));
+  const long allocated = Fake().fakeCudaCalls("cuMemHostAlloc");
+  Fake().fakeCudaDelay("cuMemHostAlloc", 300'000);
+  constexpr size_t kLarge = 2 << 20;
+  std::array<PinnedPiece, 2> large;
+  std::atomic<int> over = 0;
+  std::vector<std::thread> threads;
+  for (PinnedPiece& piece : large) {
+    threads.emplace_back([&] {
+      piece = Must(pool->Take(kLarge));
+      ++over;
+    });
+  }
+  ASSERT_TRUE(cuda::Eventually([&] { return Fake().fakeCudaCalls("cuMemHostAlloc") == allocated + 2; })) << "both at a time";
+  const PinnedPiece small = Must(pool->Take(1));
+  pool->GiveBack(small);
+  EXPECT_EQ(over, 0);
+  for (std::thread& thread : threads) thread.join();
+  for (const PinnedPiece& piece : large) std::memset(piece.data, 1, kLarge);
+  EXPECT_GE(std::max(large[0].data, large[1].data) - std::min(large[0].data, large[1].data), static_cast<ptrdiff_t>(kLarge));
+  EXPECT_EQ(Must(pool->Take(1)).data, small.data);
 }
 
 class CudaRaggedFailureTest : public CudaRaggedTest {
