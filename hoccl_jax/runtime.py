@@ -224,8 +224,10 @@ def check_errors() -> None:
     """Raises RuntimeError with the failure of an earlier operation on this process's GPUs, if there was one.
 
     A GPU's stream can't raise: when a peer dies or does not come within HOCCL_TIMEOUT_S, the streams are let go, the results of the
-    operations that were on their way are worthless, and every later operation raises. Ask here before results are used for good (a
-    checkpoint) with no operation behind them. `shutdown` and `init` start afresh. On CPU devices each operation raises its own error.
+    operations that were on their way are worthless, and every later operation raises. A sender that is let go may still write where its
+    receiver's program had not got to: arrays which that program was yet to read are not to be trusted either. Ask here before results are
+    used for good (a checkpoint) with no operation behind them. `shutdown` and `init` start afresh. On CPU devices each operation raises
+    its own error.
     """
     with _lock:
         if _state.config is not None:
