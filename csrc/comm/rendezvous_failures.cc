@@ -111,8 +111,9 @@ void Rendezvous::OnProcessLost(int process, const std::string& how, bool in_orde
         if (owner && meeting->plan != nullptr) ranks += (ranks.empty() ? "" : ", ") + meeting->plan->communicator.RankName(rank);
         // Before a rank of this process has come: a process that left in order needs nothing of a plan's meeting any more.
         if (owner && meeting->plan == nullptr) needed = needed || slot.remote.serial == 0 || !in_order;
-        if (owner && meeting->plan != nullptr)
-          needed = needed || slot.remote.unread > 0 || (meeting->plan->announced[rank] && !slot.remote.posted);
+        // What came with its post is here, whoever has left since.
+        const bool unread = slot.remote.unread > 0 && !(in_order && slot.remote.with_data);
+        if (owner && meeting->plan != nullptr) needed = needed || unread || (meeting->plan->announced[rank] && !slot.remote.posted);
         if (owner && !slot.remote.posted) {
           slot.remote.posted = slot.remote.withdrawn = true;  // it will never come
           slot.remote.process = process;

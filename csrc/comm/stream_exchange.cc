@@ -248,8 +248,8 @@ void StreamExchange::Run(Device* device) {
     const Clock::time_point now = Clock::now();
     if (now >= next_watch) {
       Watch(device);
-      DropGoneMemory(device, &lock);
       next_watch = now + std::min(options_.tick, kWatch);
+      if (DropGoneMemory(device, &lock)) continue;  // whoever came meanwhile did not find this thread asleep
     }
     if (device->waiting == 0 && !device->pushes->HasWork()) {
       const auto pause = device->executions.empty() && !failed_ ? options_.tick : kWatch;

@@ -224,7 +224,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void Retire(Device* device);
   void CheckDeadlines(Device* device);
   void ReleaseAgain(Device* device);
-  void DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock);
+  bool DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock);  // true: it has released the lock in between
   void DropSends(int process);
   void Fail(Status failure, bool tell_others);
   void Release(const Execution& execution);
@@ -332,7 +332,7 @@ class StreamExchange::Binding {
   bool has_run_ = false;
   int64_t run_ = -1;
   uint32_t index_ = 0;  // within the run
-  uint32_t executions_ = 0;
+  std::atomic<uint32_t> executions_ = 0;
 };
 
 }  // namespace hoccl

@@ -353,15 +353,16 @@ std::string StreamExchange::Attendance(const Execution& execution) {
 }
 
 // Asks the driver about memory in JAX's context, which another thread's call can block, so rather not while transfers wait for this one.
-void StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock) {
-  if (failed_) return;
+bool StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock) {
+  if (failed_) return false;
   const Clock::time_point now = Clock::now();
-  if ((!device->executions.empty() || device->pushes->HasWork()) && now - device->dropped_gone < kLongestTraffic) return;
+  if ((!device->executions.empty() || device->pushes->HasWork()) && now - device->dropped_gone < kLongestTraffic) return false;
   device->dropped_gone = now;
   lock->unlock();  // whoever looks at deadlines needs it
   Result<std::vector<cuda::MemoryKey>> gone = device->exports->DropGone();
   lock->lock();
-  if (!gone.ok()) return Fail(gone.status(), true);
+  if (!gone.ok()) Fail(gone.status(), true);
+  if (failed_) return true;
   for (cuda::MemoryKey key : *gone) {
     own_memory_.erase(key);
     for (const auto& other : devices_) other->reachable.erase(key);
@@ -372,6 +373,7 @@ void StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>
       if (peers_[process]->told.erase(key) > 0) proxy_->Send(process, message);
     }
   }
+  return true;
 }
 
 void StreamExchange::Fail(Status failure, bool tell_others) {

@@ -160,13 +160,17 @@ TEST_F(FakeCudaExchangeFailureTest, ARankWhoseMemoryCannotBeFoundTellsTheOthers)
 }
 
 TEST_F(FakeCudaExchangeFailureTest, ACallThatCannotBeEnqueuedIsAnErrorAtOnce) {
-  for (const char* point : {"cuStreamBatchMemOp", "cuMemcpyAsync"}) {
+  for (const std::string point : {"cuStreamBatchMemOp", "cuMemcpyAsync"}) {
     SCOPED_TRACE(point);
     CudaJob job(driver(), 2, 1);
     const auto call = MakeCall(AllGather(100), {{0, 1}}, 1);
     RunAndCheck(job, call, 1, {0, 1});
-    Fake().fakeCudaFail(point, CUDA_ERROR_INVALID_VALUE, 0, 1);
+    Store(job.cuda(0), job.result(0), Bytes(400));
+    Fake().fakeCudaFail(point.c_str(), CUDA_ERROR_INVALID_VALUE, 0, 1);
     ExpectContains(job.Post(call, 0, 2), {point, "CUDA_ERROR_INVALID_VALUE"});
+    // The copy of its own slice has been enqueued before, and needs the memory.
+    const auto copied = [&] { return Load(job.cuda(0), job.result(0), 400) == OperandOf(*call, 0, 1); };
+    EXPECT_TRUE(point == "cuMemcpyAsync" || cuda::Eventually(copied));
     Fake().fakeCudaReset();
   }
 }

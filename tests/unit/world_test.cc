@@ -230,6 +230,29 @@ TEST(WorldTest, AProcessThatLeftInOrderCountsAsConnected) {
   EXPECT_TRUE(again.ok()) << again.ToString();
 }
 
+TEST(WorldTest, WhatCameWithAPostIsReadAfterItsProcessHasLeft) {
+  Job job(2, 1, {.inline_bytes = 0});
+  Operation gather = AllGather(100);
+  gather.priority = Priority::kBackground;
+  const std::shared_ptr<const Call> call = MakeCall(gather, {{0, 1}}, 1);
+  const std::vector<std::vector<int32_t>> operands = {Numbers(100, 0), Numbers(100, 100)};
+  std::vector<std::vector<int32_t>> results(2, std::vector<int32_t>(200, -1));
+  std::vector<Instance> instances(2, Instance(call));
+  job.WorldOf(1).EnterForeground();  // its copies wait
+  std::future<Status> last = instances[1].Start(job.WorldOf(1), 1, 1, operands[1].data(), results[1].data());
+  const Status first = instances[0].Run(job.WorldOf(0), 0, 1, operands[0].data(), results[0].data());
+  EXPECT_TRUE(first.ok()) << first.ToString();
+  job.Stop(0);
+  // Process 1 has heard of it once it refuses what it would need process 0 for.
+  const std::shared_ptr<const Call> other = MakeCall(AllGather(1), {{0, 1}}, 2);
+  std::vector<int32_t> unused(2);
+  EXPECT_EQ(Instance(other).Run(job.WorldOf(1), 1, 1, operands[1].data(), unused.data()).code(), Code::kUnavailable);
+  job.WorldOf(1).LeaveForeground();
+  const Status status = last.get();
+  EXPECT_TRUE(status.ok()) << status.ToString();
+  EXPECT_EQ(results[1], Numbers(200, 0));
+}
+
 TEST(WorldTest, AProcessThatLeavesDeliversWhatItHasSent) {
   Job job(2, 1);
   Operation send{.kind = Kind::kSend, .dtype = "int32", .item_bytes = 4, .shape = {4}, .pairs = {{0, 1}}};
