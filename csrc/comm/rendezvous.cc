@@ -43,7 +43,7 @@ bool Rendezvous::Post(const PostRequest& request, Status* outcome) {
   {
     std::lock_guard lock(mutex_);
     const MeetingKey key{plan.call->site_hash, request.run, plan.communicator.id};
-    if (request.is_first && !plan.call->site.tagged && names_.AddOwn(key, plan.signature, request.run)) HearHeld(actions);
+    if (request.occurrence == 0 && !plan.call->site.tagged && names_.AddOwn(key, plan.signature, request.run)) HearHeld(actions);
     *outcome = CanMeet(request);
     if (!outcome->ok()) {
       if (segment >= 0) services_.segment->Release(segment);

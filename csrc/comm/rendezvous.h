@@ -40,8 +40,7 @@ struct PostRequest {
   std::shared_ptr<const GroupPlan> plan;
   int rank = 0;
   int64_t run = 0;
-  bool is_first = false;    // of this device's executions of the call in this executable
-  uint32_t occurrence = 0;  // how often this device has made this call before; for messages only
+  uint32_t occurrence = 0;  // how often this device has made this call before, in this executable
   const std::byte* operand = nullptr;
   std::byte* result = nullptr;
   std::span<const StridedCopy> copies = {};  // of the rank's incoming flows, where they are known only now
@@ -159,7 +158,7 @@ class Rendezvous : public TransferObserver, public ProxyListener, public RemoteC
   void Hear(int process, const Message& message, MessageData data, Actions* actions);
   void HearHeld(Actions* actions);
   void LetGoOfHeld(int process, const Message& failed, Actions* actions) const;
-  void Obey(int process, const Message& message, MessageData data, Actions* actions);
+  void Dispatch(int process, const Message& message, MessageData data, Actions* actions);
   void OnPost(int process, const Message& message, MessageData data, Actions* actions);
   void EndArrival(int process, const Status& status, Actions* actions);
   void OnRead(int process, const Message& message, Actions* actions);

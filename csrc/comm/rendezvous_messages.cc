@@ -27,10 +27,10 @@ void Rendezvous::Hear(int process, const Message& message, MessageData data, Act
     if (message.type == MessageType::kFailed || message.type == MessageType::kFailedToo) LetGoOfHeld(process, message, actions);
     return held_.push_back({process, message, std::move(data)});
   }
-  if (*run == message.key.run) return Obey(process, message, std::move(data), actions);
+  if (*run == message.key.run) return Dispatch(process, message, std::move(data), actions);
   Message own = message;
   own.key.run = *run;
-  Obey(process, own, std::move(data), actions);
+  Dispatch(process, own, std::move(data), actions);
 }
 
 void Rendezvous::HearHeld(Actions* actions) {
@@ -55,7 +55,7 @@ void Rendezvous::LetGoOfHeld(int process, const Message& failed, Actions* action
   }
 }
 
-void Rendezvous::Obey(int process, const Message& message, MessageData data, Actions* actions) {
+void Rendezvous::Dispatch(int process, const Message& message, MessageData data, Actions* actions) {
   switch (message.type) {
     case MessageType::kPost:
     case MessageType::kWithdrawn:

@@ -329,7 +329,6 @@ class StreamExchange::Binding {
   bool has_slots_ = false;
 
   std::mutex posting_;  // two programs' threads may run it at a time, and the stream takes its flags in the order of their values
-  bool has_run_ = false;
   int64_t run_ = -1;
   uint32_t index_ = 0;  // within the run
   std::atomic<uint32_t> executions_ = 0;

@@ -254,7 +254,7 @@ PostKey StreamExchange::NextKey(Binding* binding, int64_t run) {
     key.index = tagged_[key]++;
     return key;
   }
-  if (!std::exchange(binding->has_run_, true) && names_.AddOwn(key.meeting, call.signature, run)) HearHeld();
+  if (binding->executions_ == 0 && names_.AddOwn(key.meeting, call.signature, run)) HearHeld();
   binding->index_ = run == binding->run_ ? binding->index_ + 1 : 0;
   binding->run_ = run;
   key.index = binding->index_;

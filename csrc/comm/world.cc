@@ -358,7 +358,6 @@ bool World::Post(Binding* binding, int64_t run, const std::byte* operand, std::b
   const PostRequest request{.plan = binding->plan,
                             .rank = binding->rank,
                             .run = binding->plan->call->site.tagged ? 0 : run,
-                            .is_first = !binding->has_run.exchange(true, std::memory_order_relaxed),
                             .occurrence = binding->executions.fetch_add(1, std::memory_order_relaxed),
                             .operand = operand,
                             .result = result,

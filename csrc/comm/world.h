@@ -77,7 +77,6 @@ struct Binding {
   int rank = 0;
   int64_t device = 0;  // global id
   std::atomic<uint32_t> executions = 0;
-  std::atomic<bool> has_run = false;
 };
 
 class World {

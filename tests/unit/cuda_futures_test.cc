@@ -269,7 +269,7 @@ TEST_F(CudaFutureMessagesTest, WhatHasArrivedMayAwaitItsDoneForLongerThanTheDead
   ASSERT_OK(Start(job, Received(-1, {{0, 1}}), 1));
   ASSERT_OK(Start(job, Sent(-1, {{0, 1}}), 0));
   ASSERT_OK(job.stream(0).Synchronize());
-  std::this_thread::sleep_for(std::chrono::milliseconds(600));  // the program computes
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));  // the program computes for longer than the deadline
   ASSERT_OK(AwaitMessage(job, 1));
   ExpectMessage(job, 1, 0, Content(0, 0));
 }
