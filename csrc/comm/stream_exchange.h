@@ -45,6 +45,7 @@
 #include "csrc/comm/statistics.h"
 #include "csrc/device/cuda/context.h"
 #include "csrc/device/cuda/memory_cache.h"
+#include "csrc/device/cuda/side_streams.h"
 #include "csrc/device/cuda/stream.h"
 #include "csrc/p2p/push_executor.h"
 #include "csrc/p2p/remote_path.h"
@@ -245,7 +246,9 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   bool Match(Device* device, Execution* execution);
   bool AwaitNews(Clock::time_point until, uint64_t* seen, Clock::time_point* now) const;
   static Status CopyTable(const Execution& execution, const cuda::StreamView& stream);
-  Status Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream);
+  Status Enqueue(const Binding& binding, const Execution& execution, const cuda::StreamView& stream);
+  Status EnqueueOwn(const Binding& binding, const Execution& execution, const cuda::SideStream& side);
+  Status EnqueueExchange(const Execution& execution, const cuda::StreamView& stream);
 
   const StreamExchangeOptions options_;
   Proxy* const proxy_;

@@ -90,7 +90,7 @@ Status StreamExchange::TryPost(Binding* binding, int64_t run, const cuda::Stream
     *pending = {.arrival = execution->Arrival(0), .landing = lies};
     return stream.WriteFlag(resources_->flags->memory().OnDevice(*ticket));
   }
-  HOCCL_RETURN_IF_ERROR(Enqueue(*binding, execution, stream));
+  HOCCL_RETURN_IF_ERROR(Enqueue(*binding, *execution, stream));
   return lies ? Land(*lies, stream, buffers.result) : Status();
 }
 
@@ -171,52 +171,63 @@ bool StreamExchange::AwaitNews(Clock::time_point until, uint64_t* seen, Clock::t
   return true;
 }
 
-Status StreamExchange::Enqueue(const Binding& binding, Execution* execution, const cuda::StreamView& stream) {
+// What the device does by itself comes before all waits: copies within a device may be kernels, and kernels can stand behind a wait of
+// another stream in a hardware queue.
+Status StreamExchange::Enqueue(const Binding& binding, const Execution& execution, const cuda::StreamView& stream) {
+  if (execution.plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(execution, stream));
+  if (binding.own_.empty() && !GetsZeros(binding)) return EnqueueExchange(execution, stream);
+  cuda::SideStream& side = execution.device->side_streams->Beside(stream.handle());
+  const std::lock_guard forked(side.mutex);
+  HOCCL_RETURN_IF_ERROR(side.Fork(stream));
+  Status status = EnqueueOwn(binding, execution, side);
+  if (status.ok()) status = EnqueueExchange(execution, stream);
+  // Also after a failure: the program's memory is free behind what its stream has been given.
+  const Status joined = side.Join(stream);
+  return status.ok() ? joined : status;
+}
+
+Status StreamExchange::EnqueueOwn(const Binding& binding, const Execution& execution, const cuda::SideStream& side) {
+  if (GetsZeros(binding)) {
+    HOCCL_RETURN_IF_ERROR(side.Zero(execution.result, static_cast<size_t>(binding.plan_->call->operation.ResultBytes())));
+  }
+  HOCCL_RETURN_IF_ERROR(side.CopyAll(execution.result, execution.operand, binding.own_));
+  for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
+  return {};
+}
+
+// Flags, waits, and the pushes that the stream makes by itself.
+Status StreamExchange::EnqueueExchange(const Execution& execution, const cuda::StreamView& stream) {
   using cuda::FlagOperation;
   using enum cuda::FlagOperation::Kind;
   FlagMemory& own = resources_->flags->memory();
   thread_local std::vector<FlagOperation> operations;
   operations.clear();
-  if (execution->plan->call->operation.kind == Kind::kRaggedAllToAll) HOCCL_RETURN_IF_ERROR(CopyTable(*execution, stream));
-  // What the device does by itself comes before all waits: copies within a device may be kernels, and kernels can stand behind a wait of
-  // another stream in a hardware queue.
-  const bool zeros = GetsZeros(binding);
-  cuda::SideStream* side = binding.own_.empty() && !zeros ? nullptr : &execution->device->side_streams->Beside(stream.handle());
-  std::unique_lock<std::mutex> forked;
-  if (side != nullptr) {
-    forked = std::unique_lock(side->mutex);
-    HOCCL_RETURN_IF_ERROR(side->Fork(stream));
-    if (zeros) HOCCL_RETURN_IF_ERROR(side->Zero(execution->result, static_cast<size_t>(binding.plan_->call->operation.ResultBytes())));
-    HOCCL_RETURN_IF_ERROR(side->CopyAll(execution->result, execution->operand, binding.own_));
-    for (const StridedCopy& copy : binding.own_) statistics_->CountBytes(Engine::kLocalCopy, copy.bytes());
-  }
-  operations.push_back({kWrite, own.OnDevice(execution->Ready())});
-  for (const Flight& flight : execution->flights) {
+  operations.push_back({kWrite, own.OnDevice(execution.Ready())});
+  for (const Flight& flight : execution.flights) {
     if (flight.way == Flight::Way::kInStream) operations.push_back({kWait, flight.target.flags->OnDevice(flight.ready)});
   }
   if (operations.size() > 1) {  // pushes come between
     HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
     operations.clear();
   }
-  for (const Flight& flight : execution->flights) {
+  for (const Flight& flight : execution.flights) {
     if (flight.way != Flight::Way::kInStream) continue;
-    HOCCL_RETURN_IF_ERROR(stream.CopyAll(flight.target.address, execution->operand, execution->CopiesOf(flight)));
+    HOCCL_RETURN_IF_ERROR(stream.CopyAll(flight.target.address, execution.operand, execution.CopiesOf(flight)));
     operations.push_back({kWrite, flight.target.flags->OnDevice(flight.Arrival())});
     FlagMemory& theirs = *flight.target.flags;
     const Ticket arrival = flight.Arrival();
-    execution->device->pushes->Note({.sender_ready = {own.address(execution->slot), execution->value},
-                                     .receiver_ready = {theirs.address(flight.ready.slot), flight.ready.value},
-                                     .arrived = {theirs.address(arrival.slot), arrival.value}});
+    execution.device->pushes->Note({.sender_ready = {own.address(execution.slot), execution.value},
+                                    .receiver_ready = {theirs.address(flight.ready.slot), flight.ready.value},
+                                    .arrived = {theirs.address(arrival.slot), arrival.value}});
     statistics_->CountBytes(Engine::kPeerDma, flight.bytes);
     statistics_->CountPush(true);
   }
-  for (uint32_t i = 0; i < execution->arrivals; ++i) operations.push_back({kWait, own.OnDevice(execution->Arrival(i))});
-  for (const Flight& flight : execution->flights) {
+  for (uint32_t i = 0; i < execution.arrivals; ++i) operations.push_back({kWait, own.OnDevice(execution.Arrival(i))});
+  for (const Flight& flight : execution.flights) {
     if (flight.way == Flight::Way::kProxy || flight.way == Flight::Way::kNetwork)
-      operations.push_back({kWait, own.OnDevice(execution->Departure(flight.out.departure))});
+      operations.push_back({kWait, own.OnDevice(execution.Departure(flight.out.departure))});
   }
-  HOCCL_RETURN_IF_ERROR(stream.RunFlags(operations));
-  return side != nullptr ? side->Join(stream) : Status();
+  return stream.RunFlags(operations);
 }
 
 Status StreamExchange::CanPost(const GroupPlan& plan, int rank) const {

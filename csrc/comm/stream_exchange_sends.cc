@@ -27,7 +27,7 @@ Status StreamExchange::PostSend(Binding* binding, int64_t run, const cuda::Strea
     execution->operand = buffers.operand;
     MatchAll(device, execution);
     lock.unlock();
-    return failed_ ? failure() : Enqueue(*binding, execution, stream);
+    return failed_ ? failure() : Enqueue(*binding, *execution, stream);
   }
   lock.unlock();
 
