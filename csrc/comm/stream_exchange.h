@@ -213,6 +213,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void OnTaken(int process, uint64_t id);
   void Depart(Offer* offer);
   TraceLabel LabelOf(const Execution& execution, int src, int dst) const;
+  void Miss(int process, const std::string& how, bool in_order);
   void ForgetOffers(int process);
   bool DropOffer(const Execution& execution, const Flight& flight);
   void AbandonNetwork();

@@ -90,7 +90,15 @@ void StreamExchange::OnMessage(int process, const Message& message, UniqueFd fd)
 }
 
 void StreamExchange::OnProcessLost(int process, const std::string& how, bool in_order) {
-  std::lock_guard lock(mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    Miss(process, how, in_order);
+  }
+  // The driver keeps a process's memory while anybody has it mapped. Not with the mutex: unmapping takes milliseconds.
+  for (const auto& device : devices_) device->imports->DropPeer(static_cast<uint64_t>(process));
+}
+
+void StreamExchange::Miss(int process, const std::string& how, bool in_order) {
   Peer& peer = *peers_[process];
   peer.lost = true;
   peer.left_in_order = in_order;

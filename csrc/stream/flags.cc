@@ -49,41 +49,45 @@ Result<std::unique_ptr<FlagPage>> FlagPage::Create(uint32_t slots, uint32_t firs
   flags->fd_ = std::move(fd);
   flags->memory_ = *std::move(memory);
   const uint32_t all = flags->memory_->slots();
-  flags->issued_.assign(all, first_value);
-  flags->counts_.assign(all, 0);
+  flags->issued_.assign(all / kLine, first_value);
+  flags->counts_.assign(all / kLine, 0);
   for (uint32_t slot = 0; first_value != 0 && slot < all; ++slot) flags->memory_->Set({.slot = slot, .value = first_value});
   return flags;
 }
 
-bool FlagPage::IsIdle(uint32_t slot) const {
-  for (uint32_t i = 0; i < counts_[slot]; ++i) {
-    if (!memory_->HasReached({.slot = slot + i, .value = issued_[slot]})) return false;
+bool FlagPage::IsIdle(uint32_t slot) {
+  for (uint32_t i = 0; i < count(slot); ++i) {
+    if (!memory_->HasReached({.slot = slot + i, .value = issued(slot)})) return false;
   }
   return true;
 }
 
-Result<uint32_t> FlagPage::AcquireSlots(uint32_t count) {
+Result<uint32_t> FlagPage::AcquireSlots(uint32_t wanted) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_) return Aborted("flags were released after an error");
   const auto idle = std::partition(leaving_.begin(), leaving_.end(), [this](uint32_t slot) { return !IsIdle(slot); });
-  for (auto slot = idle; slot != leaving_.end(); ++slot) free_[counts_[*slot]].push_back(*slot);
+  for (auto slot = idle; slot != leaving_.end(); ++slot) free_[count(*slot)].push_back(*slot);
   leaving_.erase(idle, leaving_.end());
-  if (std::vector<uint32_t>& free = free_[count]; !free.empty()) {
+  if (std::vector<uint32_t>& free = free_[wanted]; !free.empty()) {
     const uint32_t slot = free.back();
     free.pop_back();
     return slot;
   }
-  if (count > issued_.size() - fresh_) return ResourceExhausted("all " + std::to_string(issued_.size()) + " flags are in use");
+  const uint32_t lines = wanted / kLine + (wanted % kLine != 0 ? 1 : 0);
+  if (lines > counts_.size() - fresh_ / kLine) {
+    return ResourceExhausted("all " + std::to_string(memory_->slots()) +
+                             " flags are in use: too many calls of too many ranks are compiled");
+  }
   const uint32_t slot = fresh_;
-  fresh_ += count;
-  counts_[slot] = count;
+  fresh_ += lines * kLine;
+  count(slot) = wanted;
   return slot;
 }
 
 Result<Ticket> FlagPage::Issue(uint32_t slot) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_) return Aborted("flags were released after an error");
-  return Ticket{.slot = slot, .value = ++issued_[slot]};
+  return Ticket{.slot = slot, .value = ++issued(slot)};
 }
 
 void FlagPage::ReleaseSlot(uint32_t slot) {
@@ -94,8 +98,8 @@ void FlagPage::ReleaseSlot(uint32_t slot) {
 void FlagPage::ReleaseWaiters() {
   std::lock_guard<std::mutex> lock(mutex_);
   aborted_ = true;
-  for (uint32_t slot = 0; slot < fresh_; ++slot) {
-    for (uint32_t i = 0; i < counts_[slot]; ++i) memory_->Set({.slot = slot + i, .value = issued_[slot]});
+  for (uint32_t slot = 0; slot < fresh_; slot += kLine) {
+    for (uint32_t i = 0; i < count(slot); ++i) memory_->Set({.slot = slot + i, .value = issued(slot)});
   }
 }
 

@@ -67,8 +67,7 @@ class FlagMemory {
 
  private:
   friend class FlagPage;
-  // A cache line a flag: a device's write to one does not disturb the host's polling of another.
-  static constexpr size_t kSlotBytes = 64;
+  static constexpr size_t kSlotBytes = sizeof(uint32_t);
 
   FlagMemory() = default;
   uint32_t Load(uint32_t slot) const { return word(slot).load(std::memory_order_acquire); }
@@ -86,14 +85,14 @@ class FlagMemory {
 //
 // A slot has one user at a time, who writes or lets write its tickets in the order of their issue. It goes back with ReleaseSlot and is
 // given out again only after its last ticket was reached, so that no late write of the old use can meet the new one. Slots that were
-// acquired together stay together.
+// acquired together stay together, and share no cache line with others: writes for one operation don't disturb who polls for another.
 class FlagPage {
  public:
   // `first_value` is where all flags begin; tests begin just before the wrap-around.
   static Result<std::unique_ptr<FlagPage>> Create(uint32_t slots, uint32_t first_value = 0);
 
-  // `count` slots side by side, named by the first of them. They share their tickets' values. ABORTED after ReleaseWaiters.
-  Result<uint32_t> AcquireSlots(uint32_t count);
+  // `wanted` slots side by side, named by the first of them. They share their tickets' values. ABORTED after ReleaseWaiters.
+  Result<uint32_t> AcquireSlots(uint32_t wanted);
   Result<uint32_t> AcquireSlot() { return AcquireSlots(1); }
   // The next ticket of a slot, or of the first of several.
   Result<Ticket> Issue(uint32_t slot);
@@ -110,13 +109,18 @@ class FlagPage {
 
  private:
   FlagPage() = default;
-  bool IsIdle(uint32_t slot) const;  // with mutex_ held
+  static constexpr uint32_t kLine = 64 / FlagMemory::kSlotBytes;
+
+  // With mutex_ held:
+  uint32_t& issued(uint32_t slot) { return issued_[slot / kLine]; }  // of a first slot: the value of the last ticket
+  uint32_t& count(uint32_t slot) { return counts_[slot / kLine]; }   // of a first slot: how many stay together
+  bool IsIdle(uint32_t slot);
 
   UniqueFd fd_;
   std::unique_ptr<FlagMemory> memory_;
   std::mutex mutex_;
-  std::vector<uint32_t> issued_;                    // by first slot: the value of the last ticket
-  std::vector<uint32_t> counts_;                    // by first slot: how many stay together; 0 where none begins
+  std::vector<uint32_t> issued_;                    // by cache line
+  std::vector<uint32_t> counts_;                    // likewise; 0 where no slots begin
   uint32_t fresh_ = 0;                              // slots from here on have never been given out
   std::map<uint32_t, std::vector<uint32_t>> free_;  // by count: slots whose last ticket was reached
   std::vector<uint32_t> leaving_;                   // released slots whose last ticket has yet to be reached

@@ -134,6 +134,21 @@ TEST_F(FakeCudaExchangeFailureTest, WithoutMemoryForAnotherContextTheEngineShare
   RunAndCheck(job, MakeCall(AllGather(100), {{0, 1}}, 1), 1, {0, 1});
 }
 
+// What is mapped here is memory there, even of a process that is no more.
+TEST_F(FakeCudaExchangeFailureTest, NothingOfAProcessThatHasLeftStaysMapped) {
+  const auto mappings = [] { return Fake().fakeCudaLive("mappings"); };
+  int without = 0;
+  for (const bool calls : {false, true}) {
+    CudaJob job(driver(), 2, 1);
+    const int before = mappings();
+    if (calls) RunAndCheck(job, MakeCall(AllGather(100), {{0, 1}}, 1), 1, {0, 1});
+    EXPECT_EQ(mappings(), before + (calls ? 2 : 0));
+    job.Stop(1);
+    if (!calls) without = mappings();
+    EXPECT_TRUE(cuda::Eventually([&] { return mappings() == without; })) << mappings() - without;
+  }
+}
+
 TEST_F(FakeCudaExchangeFailureTest, AFailedCopyIsReported) {
   CudaJob job(driver(), 2, 1, {.in_stream_bytes = 0});
   // No rank keeps a slice of its own, which it would copy itself.

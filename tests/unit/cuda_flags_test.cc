@@ -55,19 +55,39 @@ TEST(FlagPageTest, ManyTicketsMayBeOnTheirWayAcrossTheWrapAround) {
   }
 }
 
+constexpr uint32_t kLine = 16;  // flags in a cache line
+
 TEST(FlagPageTest, SlotsAreDifferentAndRunOut) {
   const auto page = Must(FlagPage::Create(64));
-  std::set<uint32_t> slots;
-  for (uint32_t i = 0; i < page->memory().slots(); ++i) EXPECT_TRUE(slots.insert(Must(page->AcquireSlot())).second);
+  std::set<uint32_t> lines;
+  for (uint32_t i = 0; i < page->memory().slots() / kLine; ++i)
+    EXPECT_TRUE(lines.insert(Must(page->AcquireSlot()) / kLine).second) << "disturbs another";
   const Status status = page->AcquireSlot().status();
   EXPECT_EQ(status.code(), Code::kResourceExhausted);
-  EXPECT_EQ(status.message(), "all " + std::to_string(page->memory().slots()) + " flags are in use");
+  EXPECT_EQ(status.message(),
+            "all " + std::to_string(page->memory().slots()) + " flags are in use: too many calls of too many ranks are compiled");
+}
+
+TEST(FlagPageTest, SlotsThatStayTogetherLieSideBySide) {
+  const auto page = Must(FlagPage::Create(4 * kLine));
+  const uint32_t all = page->memory().slots();
+  const uint32_t many = Must(page->AcquireSlots(all - 2 * kLine + 1));
+  const uint32_t few = Must(page->AcquireSlots(kLine));
+  EXPECT_EQ(few, many + all - kLine);
+  EXPECT_FALSE(page->AcquireSlot().ok());
+  const Ticket ticket = Must(page->Issue(many));
+  page->ReleaseSlot(many);
+  for (uint32_t i = 0; i < all - 2 * kLine + 1; ++i) {
+    EXPECT_FALSE(page->AcquireSlots(all - 2 * kLine + 1).ok()) << i;
+    page->memory().Set({.slot = many + i, .value = ticket.value});
+  }
+  EXPECT_EQ(Must(page->AcquireSlots(all - 2 * kLine + 1)), many);
 }
 
 TEST(FlagPageTest, AReleasedSlotIsGivenOutAfterItsLastTicketWasReached) {
   const auto page = Must(FlagPage::Create(1));
   std::vector<uint32_t> slots;
-  for (uint32_t i = 0; i < page->memory().slots(); ++i) slots.push_back(Must(page->AcquireSlot()));
+  for (uint32_t i = 0; i < page->memory().slots() / kLine; ++i) slots.push_back(Must(page->AcquireSlot()));
   const Ticket last = Must(page->Issue(slots[5]));
   page->ReleaseSlot(slots[5]);
   EXPECT_FALSE(page->AcquireSlot().ok());  // a late write could still come
