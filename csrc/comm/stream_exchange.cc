@@ -12,7 +12,7 @@
 namespace hoccl {
 namespace {
 
-constexpr uint32_t kFlags = 1 << 22;  // 16 MiB: 2,000 call sites of 128 ranks with 8 devices in this process
+constexpr uint32_t kFlags = 1 << 18;  // 16 MiB: 2,000 call sites of 128 ranks with 8 devices in this process
 // How long a device's thread polls without a pause for pushes that can't start. Then it pauses for a part of the time that it has waited.
 constexpr std::chrono::milliseconds kPolling{2};
 constexpr std::chrono::microseconds kPause{20};

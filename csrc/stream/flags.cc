@@ -37,9 +37,9 @@ Status FlagMemory::Register(const cuda::CudaDevice& device) {
   return {};
 }
 
-Result<std::unique_ptr<FlagPage>> FlagPage::Create(uint32_t slots, uint32_t first_value) {
+Result<std::unique_ptr<FlagPage>> FlagPage::Create(uint32_t singles, uint32_t first_value) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const size_t bytes = (std::max<size_t>(slots, 1) * FlagMemory::kSlotBytes + page - 1) / page * page;
+  const size_t bytes = (std::max<size_t>(singles, 1) * kLine * FlagMemory::kSlotBytes + page - 1) / page * page;
   UniqueFd fd(memfd_create("hoccl-flags", MFD_CLOEXEC));
   if (!fd) return ErrnoStatus("memfd_create of flags", errno);
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return ErrnoStatus("ftruncate of flags", errno);

@@ -88,8 +88,9 @@ class FlagMemory {
 // acquired together stay together, and share no cache line with others: writes for one operation don't disturb who polls for another.
 class FlagPage {
  public:
-  // `first_value` is where all flags begin; tests begin just before the wrap-around.
-  static Result<std::unique_ptr<FlagPage>> Create(uint32_t slots, uint32_t first_value = 0);
+  // With room for at least `singles` slots acquired one by one, or 16 times as many that stay together. `first_value` is where all flags
+  // begin; tests begin just before the wrap-around.
+  static Result<std::unique_ptr<FlagPage>> Create(uint32_t singles, uint32_t first_value = 0);
 
   // `wanted` slots side by side, named by the first of them. They share their tickets' values. ABORTED after ReleaseWaiters.
   Result<uint32_t> AcquireSlots(uint32_t wanted);

@@ -69,7 +69,7 @@ TEST(FlagPageTest, SlotsAreDifferentAndRunOut) {
 }
 
 TEST(FlagPageTest, SlotsThatStayTogetherLieSideBySide) {
-  const auto page = Must(FlagPage::Create(4 * kLine));
+  const auto page = Must(FlagPage::Create(4));
   const uint32_t all = page->memory().slots();
   const uint32_t many = Must(page->AcquireSlots(all - 2 * kLine + 1));
   const uint32_t few = Must(page->AcquireSlots(kLine));
