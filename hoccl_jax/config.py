@@ -170,7 +170,8 @@ class Config:
         "auto",
         _one_of("auto", "plan", "direct"),
         "How operations between CPU devices of several nodes run: `plan` by a plan of the scheduler, `direct` each flow by itself, `auto` "
-        "by a plan from 1 MiB a rank on, between hosts only what several devices of a host want. Alike in all processes.",
+        "by a plan from 1 MiB a rank on, between hosts only what several devices of a host want. Between CUDA devices of several hosts all "
+        "but `direct` forward within a host what several of its devices want. Alike in all processes.",
     )
     node_id: str = _setting(
         "HOCCL_NODE_ID",

@@ -31,8 +31,13 @@ std::string Communicator::RankName(int rank) const {
          ")";
 }
 
-GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int this_process, std::shared_ptr<const ProcessProgram> steps)
-    : call(std::move(bound)), communicator(std::move(group)), program(std::move(steps)), signature(call->signature) {
+GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int this_process, std::shared_ptr<const ProcessProgram> steps,
+                     std::vector<int> forwarding)
+    : call(std::move(bound)),
+      communicator(std::move(group)),
+      program(std::move(steps)),
+      forwarders(std::move(forwarding)),
+      signature(call->signature) {
   const std::vector<int>& processes = communicator.processes;
   ranks.resize(processes.size());
   unread.resize(processes.size());
@@ -49,6 +54,12 @@ GroupPlan::GroupPlan(std::shared_ptr<const Call> bound, Communicator group, int 
     if (processes[flow.src] == this_process) ranks[flow.src].sends = true;
   }
   program == nullptr ? Fill(this_process) : FillFromProgram(this_process);
+  if (!forwarders.empty()) {
+    Hasher hasher;
+    hasher.Add(signature);
+    for (const int forwarder : forwarders) hasher.Add(int64_t{forwarder});
+    signature = hasher.value();
+  }
   const bool paired = call->operation.kind == Kind::kSend || call->operation.kind == Kind::kRecv;
   for (RankPlan& rank : ranks) {
     rank.takes_part |= rank.sends || rank.receives;
@@ -113,13 +124,13 @@ void GroupPlan::FillFromProgram(int this_process) {
   }
 }
 
-std::string GroupPlan::Brought() const {
-  return call->operation.ToString() + " over communicator " + communicator.ToString() + (program == nullptr ? "" : ", by a plan");
-}
+std::string GroupPlan::Form() const { return program != nullptr ? ", by a plan" : forwarders.empty() ? "" : ", forwarded within hosts"; }
+
+std::string GroupPlan::Brought() const { return call->operation.ToString() + " over communicator " + communicator.ToString() + Form(); }
 
 std::string GroupPlan::Describe(int64_t run, uint32_t occurrence) const {
-  return call->operation.ToString() + ", communicator " + communicator.ToString() + ", call site " + call->site.ToString() + ", run " +
-         std::to_string(run) + ", occurrence " + std::to_string(occurrence);
+  return call->operation.ToString() + ", communicator " + communicator.ToString() + Form() + ", call site " + call->site.ToString() +
+         ", run " + std::to_string(run) + ", occurrence " + std::to_string(occurrence);
 }
 
 bool GroupPlan::ExchangesWith(int rank, int process) const {
@@ -130,9 +141,13 @@ bool GroupPlan::ExchangesWith(int rank, int process) const {
     return false;
   }
   const RankPlan& plan = ranks[rank];
-  const auto from_it = [&](int flow) { return communicator.processes[call->flows[flow].src] == process; };
-  return std::any_of(plan.in.begin(), plan.in.end(), from_it) ||
-         std::find(plan.readers.begin(), plan.readers.end(), process) != plan.readers.end();
+  const std::vector<int>& processes = communicator.processes;
+  const auto from_it = [&](int flow) { return processes[call->flows[flow].src] == process || processes[BringerOf(flow)] == process; };
+  if (std::ranges::any_of(plan.in, from_it) || std::ranges::find(plan.readers, process) != plan.readers.end()) return true;
+  for (size_t flow = 0; flow < forwarders.size(); ++flow) {
+    if (forwarders[flow] == rank && processes[call->flows[flow].dst] == process) return true;
+  }
+  return false;
 }
 
 }  // namespace hoccl

@@ -41,12 +41,15 @@ struct RankPlan {
 
 // A call bound to one of its groups. Immutable; shared by all executions.
 struct GroupPlan {
-  // With a `program` of the scheduler's its steps are run, else each flow by itself.
+  // With a `program` of the scheduler's its steps are run, else each flow by itself or, with `forwarders`, as ForwardersOf says.
   GroupPlan(std::shared_ptr<const Call> call, Communicator communicator, int this_process,
-            std::shared_ptr<const ProcessProgram> program = nullptr);
+            std::shared_ptr<const ProcessProgram> program = nullptr, std::vector<int> forwarders = {});
 
   // Does a rank of this process read from ranks of `process`, or `process` from it? Under a plan: does this process wait for that one?
   bool ExchangesWith(int rank, int process) const;
+
+  // Who brings a flow to its receiver: its source, or another rank that forwards it.
+  int BringerOf(int flow) const { return forwarders.empty() || forwarders[flow] < 0 ? call->flows[flow].src : forwarders[flow]; }
 
   // What the post of `rank` may bring to `process`; null if nothing.
   const PostedData* PostedTo(int rank, int process) const;
@@ -60,8 +63,9 @@ struct GroupPlan {
   std::shared_ptr<const Call> call;
   Communicator communicator;
   std::shared_ptr<const ProcessProgram> program;  // null: flows run directly
+  std::vector<int> forwarders;                    // empty: none
   const char* trace_name = "";                    // what a trace calls it; lives as long as the world
-  uint64_t signature = 0;                         // the call's, and that of the program
+  uint64_t signature = 0;                         // the call's, and that of the program or the forwarders
   std::vector<RankPlan> ranks;                    // of other processes' ranks only `posted` is filled in
   std::vector<int> unread;                        // rank -> flows (steps) that this process reads from it, for ranks of other processes
   std::vector<bool> announced;                    // rank -> does its process announce its posts to this one?
@@ -69,6 +73,7 @@ struct GroupPlan {
   int posts = 0;                                  // that ranks of this process make
 
  private:
+  std::string Form() const;  // how it runs, unless directly
   void Fill(int this_process);
   void FillPosted(int this_process);
   void FillFromProgram(int this_process);

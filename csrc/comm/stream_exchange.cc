@@ -142,14 +142,18 @@ Result<std::unique_ptr<StreamExchange::Binding>> StreamExchange::Bind(std::share
     while (end < size && flows[end].src == flows[first].src && flows[end].dst == flows[first].dst) ++end;
     binding->AddPair(first, end - first, options_.process, by_network, &arrivals, &users);
   }
-  for (Binding::Out& out : binding->out_) out.users = users[out.dst];
+  for (Binding::Out& out : binding->out_) {
+    out.users = users[out.dst];
+    if (plan->BringerOf(out.first) == flows[out.first].src) continue;
+    out.behind = std::ranges::find(binding->in_, flows[out.first].src, &Binding::In::src)->arrival;
+  }
   binding->arrivals_ = SidesOf(plan->call->operation.kind).receives ? arrivals[rank] : 0;
   if (const Status got = GetResources(binding.get()); !got.ok()) return Abort(*plan, 0, 0, got);
   binding->post_.process = options_.process;
   binding->post_.device = communicator.devices[rank];
-  binding->post_.signature = plan->call->signature;
+  binding->post_.signature = plan->signature;
   binding->post_.slot = binding->slot_;
-  binding->post_.SetBrought(plan->call->operation.ToString() + " over communicator " + communicator.ToString());
+  binding->post_.SetBrought(plan->Brought());
   binding->resources_ = resources_;
   return binding;
 }
@@ -168,9 +172,10 @@ Status StreamExchange::PrepareExecutor(const Binding& binding) {
   const Operation& operation = binding.plan_->call->operation;
   PushExecutor& pushes = *binding.device_->pushes;
   const bool background = operation.priority == Priority::kBackground;
-  if (!binding.plan_->call->beside && !background && operation.kind != Kind::kRaggedAllToAll) return {};
+  const bool all = binding.plan_->call->beside || background || operation.kind == Kind::kRaggedAllToAll;
   for (const Binding::Out& out : binding.out_) {
-    if (!out.by_network) HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.plan_->communicator.devices[out.dst], background));
+    if (!out.by_network && (all || out.behind))
+      HOCCL_RETURN_IF_ERROR(pushes.Prepare(binding.plan_->communicator.devices[out.dst], background));
   }
   return {};
 }
@@ -186,9 +191,10 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, co
     return;
   }
   const uint32_t arrival = (*arrivals)[dst]++;
-  const int source = plan_->communicator.processes[src];
+  const int bringer = plan_->BringerOf(first);
+  const int source = plan_->communicator.processes[bringer];
   if (source == this_process) ++(*users)[dst];
-  if (sides.sends && src == rank_)
+  if (sides.sends && bringer == rank_)
     out_.push_back({.dst = dst,
                     .first = first,
                     .count = count,
@@ -196,7 +202,7 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, co
                     .departure = static_cast<uint32_t>(out_.size()),
                     .by_network = by_network[dst]});
   if (!sides.receives || dst != rank_) return;
-  if (by_network[src]) {
+  if (by_network[bringer]) {
     in_.push_back({.src = src, .first = first, .count = count, .arrival = arrival});
   } else if (std::find(sources_.begin(), sources_.end(), source) == sources_.end()) {
     sources_.push_back(source);

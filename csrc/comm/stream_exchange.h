@@ -307,6 +307,7 @@ class StreamExchange::Binding {
     uint32_t departure = 0;  // and among ours
     int users = 0;           // ranks of this process that send to the same one
     bool by_network = false;
+    std::optional<uint32_t> behind = {};  // of what is forwarded, and lies in the result: the flag of its arrival here
   };
   // What comes from one rank of another host.
   struct In {

@@ -24,7 +24,8 @@ PostKey StreamExchange::ReceiverOf(const Execution& execution, const Flight& fli
 
 // Not what runs beside the program: a copy behind a wait holds up its hardware queue, and what is to end the wait may need that queue.
 bool StreamExchange::IsInStream(const Execution& execution, const Flight& flight) const {
-  return !execution.plan->call->beside && !execution.staging && execution.plan->call->operation.kind != Kind::kRaggedAllToAll &&
+  return !execution.plan->call->beside && !execution.staging && !flight.out.behind &&
+         execution.plan->call->operation.kind != Kind::kRaggedAllToAll &&
          execution.plan->call->operation.priority == Priority::kForeground && flight.bytes <= options_.in_stream_bytes;
 }
 
@@ -91,12 +92,14 @@ void StreamExchange::Submit(const Waiting& waiting, const StreamPost& post) {
   FlagMemory& own = resources_->flags->memory();
   FlagMemory& theirs = *flight.target.flags;
   const Ticket departure = execution.Departure(flight.out.departure);
+  const std::optional<uint32_t>& behind = flight.out.behind;
+  const Ticket there = behind ? execution.Arrival(*behind) : execution.Ready();
   waiting.device->pushes->Submit({.dst = flight.target.address,
-                                  .src = execution.operand,
+                                  .src = behind ? execution.result : execution.operand,
                                   .copies = execution.CopiesOf(flight),
                                   .receiver = execution.plan->communicator.devices[flight.out.dst],
                                   .background = execution.plan->call->operation.priority == Priority::kBackground,
-                                  .sender_ready = {own.address(execution.slot), execution.value},
+                                  .sender_ready = {own.address(there.slot), there.value},
                                   .receiver_ready = {theirs.address(post.slot), post.value},
                                   .arrived = theirs.OnDevice(flight.Arrival()),
                                   .departed = own.OnDevice(departure),

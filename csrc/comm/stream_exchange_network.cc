@@ -76,7 +76,7 @@ void StreamExchange::MakeOffers(Execution* execution) {
     message.serial = execution->key.index;
     message.rank = flight.out.dst;
     message.number = execution->rank;
-    message.signature = plan.call->signature;
+    message.signature = plan.signature;
     message.address = flight.offer;
     message.SetText(plan.Brought());
     proxy_->Send(process, message);  // false: it is gone, and its loss ends the execution
@@ -104,7 +104,7 @@ void StreamExchange::Take(Execution* execution, const Offered& offered) {
     return inflow.in.src == offered.src && plan.communicator.processes[inflow.in.src] == offered.process;
   };
   const auto inflow = std::find_if(execution->inflows.begin(), execution->inflows.end(), is_its);
-  if (offered.signature != plan.call->signature || inflow == execution->inflows.end()) {
+  if (offered.signature != plan.signature || inflow == execution->inflows.end()) {
     return Fail(
         InvalidArgument("ranks disagree in " + plan.Describe(execution->key.meeting.run, execution->occurrence) +
                         " (this is what process " + std::to_string(options_.process) + " brought): rank " + std::to_string(offered.src) +

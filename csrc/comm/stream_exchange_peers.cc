@@ -211,7 +211,7 @@ void StreamExchange::Accept(const StreamPost& post) {
 
 void StreamExchange::CheckAgreement(const Execution& execution, const StreamPost& post) {
   const GroupPlan& plan = *execution.plan;
-  if (post.signature == plan.call->signature) return;
+  if (post.signature == plan.signature) return;
   Fail(InvalidArgument("ranks disagree in " + plan.Describe(execution.key.meeting.run, execution.occurrence) + " (this is what process " +
                        std::to_string(options_.process) + " brought): " + plan.communicator.RankName(post.key.rank) + " brought " +
                        std::string(post.GetBrought())),

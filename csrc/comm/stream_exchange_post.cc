@@ -6,6 +6,7 @@
 #include "csrc/base/spin.h"
 #include "csrc/comm/stream_exchange.h"
 #include "csrc/comm/stream_exchange_parts.h"
+#include "csrc/sched/forwarding.h"
 #include "csrc/sched/ragged.h"
 
 namespace hoccl {
@@ -265,7 +266,7 @@ PostKey StreamExchange::NextKey(Binding* binding, int64_t run) {
     key.index = tagged_[key]++;
     return key;
   }
-  if (binding->executions_ == 0 && names_.AddOwn(key.meeting, call.signature, run)) HearHeld();
+  if (binding->executions_ == 0 && names_.AddOwn(key.meeting, binding->plan_->signature, run)) HearHeld();
   binding->index_ = run == binding->run_ ? binding->index_ + 1 : 0;
   binding->run_ = run;
   key.index = binding->index_;
@@ -296,7 +297,8 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
     Flight& flight = execution->flights.emplace_back(Flight{.out = out, .first = execution->copies.size(), .target = {}, .ready = {}});
     if (out.by_network) flight.way = Flight::Way::kNetwork;
     for (int flow = out.first; flow < out.first + out.count; ++flow) {
-      execution->copies.push_back(binding->plan_->call->flows[flow].copy);
+      const StridedCopy& copy = binding->plan_->call->flows[flow].copy;
+      execution->copies.push_back(out.behind ? Forwarded(copy) : copy);
       flight.bytes += execution->copies.back().bytes();
     }
   }

@@ -61,7 +61,7 @@ bool StreamExchange::CanPushAtOnce(const Binding& binding, const PostKey& key) {
   PostKey receiver = key;
   receiver.rank = binding.out_.front().dst;
   const auto known = posts_.find(receiver);
-  if (known == posts_.end() || known->second.post.signature != binding.plan_->call->signature) return false;
+  if (known == posts_.end() || known->second.post.signature != binding.plan_->signature) return false;
   const StreamPost post = known->second.post;
   Target target;
   return Reach(binding.device_, post, &target) && target.flags->HasReached({.slot = post.slot, .value = post.value});
@@ -90,7 +90,7 @@ Status StreamExchange::ReceiveFromItself(Binding* binding, int64_t run, const cu
                                 " receives from itself what it has not sent: its send must come first");
     }
     const Execution& send = *sent->second;
-    if (send.plan->call->signature != binding->plan_->call->signature)
+    if (send.plan->signature != binding->plan_->signature)
       return InvalidArgument("ranks disagree: it has sent itself " + send.plan->call->operation.ToString());
     full = send.Ready();
     free = send.Departure(0);

@@ -293,12 +293,15 @@ Result<World::Place> World::Find(const std::shared_ptr<const Call>& call, Platfo
       Result<Communicator> communicator = MakeCommunicator(platform, group);
       if (!communicator.ok()) return communicator.status();
       std::shared_ptr<const ProcessProgram> program;
-      if (platform == Platform::kCpu) {
+      std::vector<int> forwarders;
+      if (platform == Platform::kCuda) {
+        forwarders = ForwardersFor(*call, *communicator);
+      } else {
         Result<std::shared_ptr<const ProcessProgram>> made = ProgramFor(*call, *communicator);
         if (!made.ok()) return made.status();
         program = *std::move(made);
       }
-      auto made = std::make_shared<GroupPlan>(call, *std::move(communicator), options_.process, std::move(program));
+      auto made = std::make_shared<GroupPlan>(call, *std::move(communicator), options_.process, std::move(program), std::move(forwarders));
       made->trace_name = trace_.Intern(made->Brought());
       plan = std::move(made);
     }

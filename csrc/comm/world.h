@@ -28,7 +28,8 @@
 namespace hoccl {
 
 // How operations of groups that span several nodes run on CPU devices: by a plan of the scheduler (kPlan), each flow directly (kDirect), or
-// by a plan from the size on at which stages pay (kAuto).
+// by a plan from the size on at which stages pay (kAuto). Between CUDA devices, unless directly, what several ranks of a host want alike is
+// forwarded by one of them.
 enum class Schedule { kAuto, kPlan, kDirect };
 
 // How processes of different hosts reach each other.
@@ -156,6 +157,10 @@ class World {
   Result<Communicator> MakeCommunicator(Platform platform, const std::vector<int64_t>& group) const;
   // What this process does of the scheduler's plan for the operation; null if its flows run directly.
   Result<std::shared_ptr<const ProcessProgram>> ProgramFor(const Call& call, const Communicator& communicator);
+  // The same for CUDA devices, where ranks only forward what others of their host want too.
+  std::vector<int> ForwardersFor(const Call& call, const Communicator& communicator) const;
+  // By rank: equal where the network isn't needed.
+  std::vector<int> HostsOf(const Communicator& communicator) const;
   const Address& AddressOf(int process) const { return process == options_.process ? address_ : proxy_->PeerAddress(process); }
   bool PostBuffered(const PostRequest& request, Status* outcome);
 

@@ -1,10 +1,11 @@
-// Which operations run by a plan of the scheduler, and for which topology it is made. All processes of a group must come to the same
-// result.
+// Which operations run by a plan of the scheduler, for which topology it is made, and what is forwarded within hosts. All processes of a
+// group must come to the same result.
 #include <algorithm>
 #include <map>
 #include <utility>
 
 #include "csrc/comm/world.h"
+#include "csrc/sched/forwarding.h"
 
 namespace hoccl {
 namespace {
@@ -49,17 +50,27 @@ bool NodesAreWithinHosts(const std::vector<int>& node_of_rank, const std::vector
 
 }  // namespace
 
+std::vector<int> World::HostsOf(const Communicator& communicator) const {
+  std::vector<std::string> hosts;
+  for (int process : communicator.processes) {
+    const Address& address = AddressOf(process);
+    hosts.push_back(address.host + (options_.network.between_nodes ? address.node : ""));
+  }
+  return Numbered(hosts);
+}
+
+std::vector<int> World::ForwardersFor(const Call& call, const Communicator& communicator) const {
+  if (options_.schedule == Schedule::kDirect || !CanBePlanned(call.operation.kind)) return {};
+  return ForwardersOf(call.flows, HostsOf(communicator));
+}
+
 Result<std::shared_ptr<const ProcessProgram>> World::ProgramFor(const Call& call, const Communicator& communicator) {
   using Program = std::shared_ptr<const ProcessProgram>;
   const Operation& operation = call.operation;
   if (options_.schedule == Schedule::kDirect || !CanBePlanned(operation.kind)) return Program();
-  std::vector<std::string> nodes, hosts;
-  for (int process : communicator.processes) {
-    const Address& address = AddressOf(process);
-    nodes.push_back(address.node);
-    hosts.push_back(address.host + (options_.network.between_nodes ? address.node : ""));
-  }
-  const std::vector<int> node_of = Numbered(nodes), host_of = Numbered(hosts);
+  std::vector<std::string> nodes;
+  for (int process : communicator.processes) nodes.push_back(AddressOf(process).node);
+  const std::vector<int> node_of = Numbered(nodes), host_of = HostsOf(communicator);
   const auto leaves_node = [&](const Flow& flow) { return node_of[flow.src] != node_of[flow.dst]; };
   if (std::ranges::none_of(call.flows, leaves_node) || !NodesAreWithinHosts(node_of, host_of)) return Program();
   if (options_.schedule == Schedule::kAuto && !PaysOff(operation, Count(host_of))) return Program();

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -66,9 +67,9 @@ struct CudaRank {
 // GPUs. Nodes, if there are several, take turns on the fake's two GPUs.
 class CudaJob {
  public:
-  // `nodes`: the node of each process, which reach each other by the network; all on one if empty.
+  // `nodes`: the node of each process, which reach each other by the network; all on one if empty. `vary`: gets each process's options.
   CudaJob(const cuda::Driver& driver, int processes, int each, WorldOptions options = {}, size_t buffer_bytes = kBufferBytes,
-          const std::vector<int>& nodes = {})
+          const std::vector<int>& nodes = {}, const std::function<void(WorldOptions*)>& vary = {})
       : each_(each) {
     options.cuda_driver = DriverPath();
     options.network.between_nodes = !nodes.empty();
@@ -81,6 +82,7 @@ class CudaJob {
       for (int i = 0; i < each; ++i)
         options.devices.push_back(
             {.global_id = process * each + i, .local_ordinal = Ordinal(process * each + i, nodes), .platform = Platform::kCuda});
+      if (vary) vary(&options);
       worlds_.push_back(Must(World::Start(options)));
     }
     for (auto& world : worlds_) {

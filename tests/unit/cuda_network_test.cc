@@ -107,6 +107,27 @@ TEST_P(CudaNetworkTest, ManyCallsMayBeInTheStreamsAtATime) {
 
 class CudaNetworkFormsTest : public cuda::CudaTest {};
 
+// Of rank i of the other host each host gets a slice once, by its own rank i, which forwards it.
+TEST_F(CudaNetworkFormsTest, WhatAHostWantsOfAnotherCrossesTheNetworkOnce) {
+  constexpr int64_t kSlice = 4000;
+  for (const Schedule schedule : {Schedule::kAuto, Schedule::kDirect}) {
+    SCOPED_TRACE(schedule == Schedule::kAuto ? "auto" : "direct");
+    LoopbackNetwork network;
+    CudaJob job(driver(), 6, 1, Over(&network, {.schedule = schedule}), kBufferBytes, {0, 0, 0, 1, 1, 1});
+    RunAndCheck(job, MakeCall(AllGather(kSlice / 4), {{0, 1, 2, 3, 4, 5}}, 1), 1, {3, 0, 2, 1, 5, 4});
+    const bool once = schedule != Schedule::kDirect;
+    EXPECT_EQ(job.Statistic("bytes/nic"), (once ? 6 : 18) * kSlice);
+    EXPECT_EQ(job.Statistic("bytes/peer_dma"), (once ? 24 : 12) * kSlice);  // on each host 3 slices and 3 forwarded ones, each to 2 ranks
+  }
+}
+
+// A half that has started is forwarded while the program does something else.
+TEST_F(CudaNetworkFormsTest, OperationsBesideTheProgramAreForwardedToo) {
+  LoopbackNetwork network;
+  CudaJob job(driver(), 4, 1, Over(&network), kBufferBytes, {0, 0, 1, 1});
+  for (const auto& call : SomeCalls(4, Priority::kForeground, true)) RunAndCheck(job, call, 1, {3, 0, 2, 1});
+}
+
 // What can't be shared is no matter for the network, but ranks on one host write to a buffer, and so does the network then.
 TEST_F(CudaNetworkFormsTest, ResultsThatCannotBeShared) {
   LoopbackNetwork network;
@@ -202,6 +223,18 @@ TEST_F(CudaNetworkFailureTest, RanksThatDisagreeGetAnError) {
   ExpectFailure({"ranks disagree", "int32[101]", "int32[100]", "brought"});
 }
 
+TEST_F(CudaNetworkFailureTest, ProcessesThatForwardDifferentlyGetAnError) {
+  job_ = std::make_unique<CudaJob>(driver(), 4, 1, Over(&network_), kBufferBytes, std::vector{0, 0, 1, 1}, [](WorldOptions* options) {
+    options->schedule = options->process < 3 ? Schedule::kAuto : Schedule::kDirect;
+  });
+  const auto call = MakeCall(AllGather(100), {{0, 1, 2, 3}}, 1);
+  for (int rank : {0, 1, 2, 3}) {
+    const Status posted = job_->Post(call, rank, 1);
+    EXPECT_TRUE(posted.ok() || posted.code() == Code::kInvalidArgument) << posted.ToString();
+  }
+  ExpectFailure({"ranks disagree", "communicator {0, 1, 2, 3}", "forwarded within hosts"});
+}
+
 TEST_F(CudaNetworkFailureTest, AProcessThatLeavesIsMissedByThoseWhoWaitForIt) {
   if (!OnFake()) GTEST_SKIP() << "the two processes of this test share a context: what one frees waits for the other's streams";
   Start();
@@ -211,6 +244,22 @@ TEST_F(CudaNetworkFailureTest, AProcessThatLeavesIsMissedByThoseWhoWaitForIt) {
   ASSERT_TRUE(cuda::Eventually([&] { return !job_->failure(0).ok(); }));
   EXPECT_NE(job_->failure(0).message().find("process 1 has left"), std::string::npos) << job_->failure(0).ToString();
   EXPECT_TRUE(cuda::Eventually([&] { return Must(job_->stream(0).Done()); }));
+}
+
+TEST_F(CudaNetworkFailureTest, WhoWaitsForAForwarderMissesItToo) {
+  if (!OnFake()) GTEST_SKIP() << "the processes of this test share a context: what one frees waits for the others' streams";
+  Start(std::chrono::seconds(60), {0, 1, 1});
+  const auto broadcast = MakeCall(
+      {.kind = Kind::kPbroadcast, .dtype = "int32", .item_bytes = 4, .shape = {100}, .pairs = {{0, 0}, {0, 1}, {0, 2}}}, {{0, 1, 2}}, 1);
+  RunAndCheck(*job_, broadcast, 1, {0, 1, 2});
+  EXPECT_EQ(job_->Statistic("bytes/nic"), 400);
+  for (int rank : {0, 2}) ASSERT_OK(job_->Post(broadcast, rank, 2));
+  job_->Stop(1);
+  for (int rank : {0, 2}) {
+    ASSERT_TRUE(cuda::Eventually([&] { return !job_->failure(rank).ok(); })) << rank;
+    EXPECT_NE(job_->failure(rank).message().find("process 1 has left"), std::string::npos) << job_->failure(rank).ToString();
+    EXPECT_TRUE(cuda::Eventually([&] { return Must(job_->stream(rank).Done()); })) << rank;
+  }
 }
 
 TEST_F(CudaNetworkFailureTest, WhoeverLeavesHasSentEverything) {
