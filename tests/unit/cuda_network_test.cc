@@ -121,6 +121,34 @@ TEST_F(CudaNetworkFormsTest, WhatAHostWantsOfAnotherCrossesTheNetworkOnce) {
   }
 }
 
+// Tables of flows of which some go to many ranks alike, some to several places, some nowhere.
+TEST_F(CudaNetworkFormsTest, RandomExchangesOverUnequalHosts) {
+  LoopbackNetwork network;
+  const std::vector<int> nodes = {0, 1, 0, 1, 1, 2};
+  const auto ranks = static_cast<int>(nodes.size());
+  CudaJob job(driver(), ranks, 1, Over(&network), kBufferBytes, nodes);
+  std::mt19937 random(11);
+  const auto one_in = [&](uint32_t n) { return random() % n == 0; };
+  for (int64_t site = 1; site <= 25; ++site) {
+    Operation operation = {.kind = Kind::kExchange, .dtype = "int32", .item_bytes = 4, .shape = {4, 250}, .result_rows = 2 * ranks};
+    for (int src = 0; src < ranks; ++src) {
+      const auto alike = static_cast<int64_t>(random() % 4);
+      for (int dst = 0; dst < ranks; ++dst) {
+        for (int row = 0; row < 2; ++row) {
+          if (one_in(3)) continue;
+          const int64_t from = one_in(5) ? static_cast<int64_t>(random() % 4) : alike;
+          operation.blocks.push_back({.src = src, .dst = dst, .src_row = from, .dst_row = 2 * src + row, .rows = 1});
+        }
+      }
+    }
+    std::vector<int> order = Order(job, false);
+    std::shuffle(order.begin(), order.end(), random);
+    const auto call = MakeCall(operation, {{0, 1, 2, 3, 4, 5}}, site);
+    for (int64_t run = 1; run < 4; ++run) RunAndCheck(job, call, run, order);
+  }
+  EXPECT_GT(job.Statistic("bytes/nic"), 0);
+}
+
 // A half that has started is forwarded while the program does something else.
 TEST_F(CudaNetworkFormsTest, OperationsBesideTheProgramAreForwardedToo) {
   LoopbackNetwork network;
