@@ -159,6 +159,10 @@ void Trace::AddArrived(const TraceLabel& label, int number, int64_t bytes, Clock
   Add({.label = label, .by = "network receive", .lane = number, .bytes = bytes, .begin = begin, .end = end});
 }
 
+void Trace::AddPush(const TraceLabel& label, bool in_stream, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end) {
+  Add({.label = label, .by = in_stream ? "program's stream" : "copy stream", .lane = number, .bytes = bytes, .begin = begin, .end = end});
+}
+
 void Trace::AddOperation(const char* operation, int64_t device, Clock::time_point begin, Clock::time_point end) {
   Add({.label = {.operation = operation, .device = device}, .is_operation = true, .begin = begin, .end = end});
 }

@@ -18,7 +18,7 @@ namespace hoccl {
 // What a chunk belongs to. Ranks and devices are -1 where there are several.
 struct TraceLabel {
   const char* operation = nullptr;  // from Trace::Intern; null: nothing is recorded
-  const char* leg = "";             // of a plan's step; "flow" for a flow that runs directly
+  const char* leg = "";             // of a plan's step; "flow" for a flow that runs directly; between CUDA devices "push" or "forward"
   int stage = -1;                   // of a plan
   int rail = -1;
   int src = -1;  // the flow: ranks
@@ -37,7 +37,7 @@ class Trace {
 
   struct Event {
     TraceLabel label;
-    bool is_operation = false;  // from the call to its end; else a chunk
+    bool is_operation = false;  // from the call, or the moment when its stream got there, to its end; else a chunk, or a push
     const char* by = "thread";  // what moved it ...
     int lane = 0;               // ... and which of these
     int64_t bytes = 0;
@@ -60,6 +60,9 @@ class Trace {
   // for, or the last one arrived. Those that are under way at a time have different numbers.
   void AddSent(const TraceLabel& label, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end);
   void AddArrived(const TraceLabel& label, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end);
+  // A push between CUDA devices, as its flags were seen: from the moment when both ends were ready until all had arrived. `number` as
+  // above.
+  void AddPush(const TraceLabel& label, bool in_stream, int number, int64_t bytes, Clock::time_point begin, Clock::time_point end);
   void AddOperation(const char* operation, int64_t device, Clock::time_point begin, Clock::time_point end);
 
   std::vector<Event> events();

@@ -257,7 +257,10 @@ void StreamExchange::Run(Device* device) {
       next_watch = now + std::min(options_.tick, kWatch);
       if (DropGoneMemory(device, &lock)) continue;  // whoever came meanwhile did not find this thread asleep
     }
-    if (device->waiting == 0 && !device->pushes->HasWork()) {
+    // A trace wants to know when each flag was set, so the thread looks all the time.
+    const bool observes = IsTracing() && !device->executions.empty() && !failed_;
+    if (observes) Observe(device);
+    if (!observes && device->waiting == 0 && !device->pushes->HasWork()) {
       const auto pause = device->executions.empty() && !failed_ ? options_.tick : kWatch;
       device->wake.wait_for(lock, std::min(options_.tick, pause));
       last_progress = Clock::now();
@@ -269,11 +272,14 @@ void StreamExchange::Run(Device* device) {
     for (Clock::time_point time = now; stepped.ok() && time < next_watch && !HasNews(&seen) && !device->HasReached(); time = Clock::now()) {
       bool progress = false;
       stepped = device->pushes->Step(&progress);
-      if (progress) {
-        last_progress = time;
-      } else if (device->waiting == 0 && !device->pushes->HasWork()) {
+      if (progress) last_progress = time;
+      if (observes) {
+        Relax();
         break;
-      } else if (time - last_progress < kPolling) {
+      }
+      if (progress) continue;
+      if (device->waiting == 0 && !device->pushes->HasWork()) break;
+      if (time - last_progress < kPolling) {
         Relax();
       } else {
         std::this_thread::sleep_for(std::clamp<Clock::duration>((time - last_progress) / kPauses, kPause, kLongestPause));

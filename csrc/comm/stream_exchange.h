@@ -64,7 +64,7 @@ struct StreamExchangeOptions {
   int64_t in_stream_bytes = int64_t{1} << 40;           // larger pushes are left to the executor
   std::chrono::microseconds patience{10};               // how long a handler of a small operation looks out for its receivers' posts
   std::string driver = cuda::kDriverLibrary;
-  Trace* trace = nullptr;  // of what goes by the network
+  Trace* trace = nullptr;
 };
 
 // Where the data of a call are, on its device.
@@ -136,6 +136,9 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
     const cuda::CudaDevice* cuda = nullptr;
     Status own_context;  // why what copies by itself has no context of its own, if it has none
   };
+  // Tells a trace that is to end what has happened by now.
+  void Observe();
+
   // The devices of this process, for people among others.
   std::vector<DeviceView> Devices() const;
 
@@ -217,6 +220,12 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void ForgetOffers(int process);
   bool DropOffer(const Execution& execution, const Flight& flight);
   void AbandonNetwork();
+
+  // For traces:
+  bool IsTracing() const { return options_.trace != nullptr && options_.trace->on(); }
+  void Observe(Device* device);
+  void ObserveFlight(Device* device, const Execution& execution, Flight* flight, Clock::time_point now);
+  static int FreeTrack(const Device& device, bool in_stream);
 
   void ReadTables(Device* device);
   void ReadTable(Device* device, Execution* execution);

@@ -100,6 +100,10 @@ struct StreamExchange::Flight {
   Target target;       // once matched
   Ticket ready;        // the receiver's flag
   uint64_t offer = 0;  // by the network: its name, once it has been made
+  // For traces alone:
+  Clock::time_point since = {};  // when both ends were seen to be ready
+  int track = -1;                // from then on
+  bool shown = false;            // it is over
 
   // And its flag that says that the flight has arrived.
   Ticket Arrival() const { return {.slot = ready.slot + 1 + out.arrival, .value = ready.value}; }
@@ -166,6 +170,7 @@ struct StreamExchange::Execution {
   std::vector<std::pair<size_t, StreamPost>> held;
   bool begun = false;       // the stream has reached it,
   Clock::time_point since;  // seen then
+  bool shown = false;       // by a trace: it is over
 
   bool is_send() const { return plan->call->operation.kind == Kind::kSend; }
   Ticket Ready() const { return {.slot = slot, .value = value}; }

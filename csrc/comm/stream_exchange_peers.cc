@@ -266,6 +266,7 @@ bool StreamExchange::IsOver(const Execution& execution) const {
 
 void StreamExchange::Retire(Device* device) {
   if (failed_) return;  // their flags say nothing any more
+  if (IsTracing()) Observe(device);
   FlagMemory& own = resources_->flags->memory();
   const auto over = std::stable_partition(device->executions.begin(), device->executions.end(),
                                           [&](const auto& execution) { return !IsOver(*execution); });

@@ -290,6 +290,7 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
   execution->slot = ticket.slot;
   execution->arrivals = binding->arrivals_;
   execution->begun = false;
+  execution->shown = false;
   execution->held.clear();
   execution->flights.clear();
   execution->copies.clear();
@@ -311,6 +312,7 @@ StreamExchange::Execution* StreamExchange::NewExecution(Binding* binding, const 
   binding->device_->executions.push_back(std::move(execution));
   Execution* made = binding->device_->executions.back().get();
   Expect(made);
+  if (IsTracing()) binding->device_->wake.notify_one();  // it looks on
   return made;
 }
 

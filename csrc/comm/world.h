@@ -128,7 +128,10 @@ class World {
   Statistics& statistics() { return statistics_; }
   Trace& trace() { return trace_; }
   // Ends the trace and writes it.
-  Status FinishTrace(const std::string& path) { return trace_.Finish(path, options_.process, address_.node); }
+  Status FinishTrace(const std::string& path) {
+    if (streams_ != nullptr) streams_->Observe();
+    return trace_.Finish(path, options_.process, address_.node);
+  }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }
   int64_t segment_bytes_in_use() const { return segment_.bytes_in_use(); }
 
