@@ -173,10 +173,10 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     post to the completion, and where they arrive, from the request on. Times are microseconds of the wall clock. In a job of several
     processes each one writes a file of its own, "step.3.json" that of process 3.
 
-    Of CUDA devices it shows what the streams' flags say, at which a thread looks all the time meanwhile: operations from the moment when the
-    stream got there, and each push (`push`, or `forward` of what came from another host) from the moment when both ends were ready until all
-    had arrived, on a track of the program's stream or of the engine's copy stream. What goes by the network is shown as above, with the
-    chunks' ways into staging buffers and out of them. Copies within a device are not shown.
+    Of CUDA devices it shows what the streams' flags say, at which a thread looks all the time meanwhile: operations from the moment when
+    the stream got there, and each push (`push`, or `forward` of what came from another host) from the moment when both ends were ready
+    until all had arrived, on a track of the program's stream or of the engine's copy stream. What goes by the network is shown as above,
+    with the chunks' ways into staging buffers and out of them. Copies within a device are not shown.
 
     `shutdown` within the context ends the recording and writes the file; an engine that starts after it is not recorded.
 

@@ -222,7 +222,7 @@ NB_MODULE(_native, m) {
   m.def("reset_stats", [] { RunningWorld()->ResetStatistics(); });
   m.def("enter_foreground", [] { RunningWorld()->EnterForeground(); });
   m.def("leave_foreground", [] { RunningWorld()->LeaveForeground(); });
-  m.def("start_trace", [] { ThrowIfError(RunningWorld()->trace().Start()); });
+  m.def("start_trace", [] { ThrowIfError(RunningWorld()->StartTrace()); });
   m.def("finish_trace", FinishTrace, nb::arg("path"));
   m.def("topology", &DescribeTopology);
   m.def("check_streams", &CheckStreams);

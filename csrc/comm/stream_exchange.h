@@ -136,8 +136,8 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
     const cuda::CudaDevice* cuda = nullptr;
     Status own_context;  // why what copies by itself has no context of its own, if it has none
   };
-  // Tells a trace that is to end what has happened by now.
-  void Observe();
+  // Sees what is over by now, and tells the trace if there is one.
+  void LookOn();
 
   // The devices of this process, for people among others.
   std::vector<DeviceView> Devices() const;

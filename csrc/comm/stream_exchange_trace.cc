@@ -7,9 +7,9 @@
 
 namespace hoccl {
 
-void StreamExchange::Observe() {
+void StreamExchange::LookOn() {
   std::lock_guard lock(mutex_);
-  for (const auto& device : devices_) Observe(device.get());
+  for (const auto& device : devices_) Retire(device.get());
 }
 
 // With mutex_ held, as what follows.

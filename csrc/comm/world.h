@@ -127,9 +127,13 @@ class World {
   StagedFutures& staged_futures() { return staged_futures_; }
   Statistics& statistics() { return statistics_; }
   Trace& trace() { return trace_; }
-  // Ends the trace and writes it.
+  // As Trace's; what is over before, or within, a trace of CUDA devices need not have been seen by then.
+  Status StartTrace() {
+    if (streams_ != nullptr) streams_->LookOn();
+    return trace_.Start();
+  }
   Status FinishTrace(const std::string& path) {
-    if (streams_ != nullptr) streams_->Observe();
+    if (streams_ != nullptr) streams_->LookOn();
     return trace_.Finish(path, options_.process, address_.node);
   }
   int64_t OpenMeetings() { return rendezvous_->OpenMeetings(); }

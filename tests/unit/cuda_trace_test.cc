@@ -15,7 +15,7 @@ class CudaTraceTest : public cuda::CudaTest {
  protected:
   // Of process `rank`, all that there is.
   static std::vector<Trace::Event> Events(CudaJob& job, int rank, bool operations) {
-    job.world(rank).streams()->Observe();
+    job.world(rank).streams()->LookOn();
     std::vector<Trace::Event> events = job.world(rank).trace().events();
     std::erase_if(events, [operations](const Trace::Event& event) { return event.is_operation != operations; });
     return events;
@@ -29,7 +29,7 @@ TEST_F(CudaTraceTest, ShowsOperationsAndThePushesOfEach) {
     const auto call = MakeCall(AllGather(1000), {{0, 1}}, 1);
     RunAndCheck(job, call, 1, {0, 1});
     EXPECT_TRUE(Events(job, 0, true).empty());
-    ASSERT_OK(job.world(0).trace().Start());
+    ASSERT_OK(job.world(0).StartTrace());
     constexpr int64_t kRuns = 8;
     for (int64_t run = 2; run < 2 + kRuns; ++run) RunAndCheck(job, call, run, {1, 0});
     const auto operations = Events(job, 0, true);
@@ -66,7 +66,7 @@ TEST_F(CudaTraceTest, ShowsOperationsAndThePushesOfEach) {
 
 TEST_F(CudaTraceTest, PushesThatAreBesideOneAnotherHaveTracksOfTheirOwn) {
   CudaJob job(driver(), 4, 1, {.in_stream_bytes = 0});
-  ASSERT_OK(job.world(0).trace().Start());
+  ASSERT_OK(job.world(0).StartTrace());
   for (int64_t run = 1; run < 20; ++run) RunAndCheck(job, MakeCall(AllGather(1000), {{0, 1, 2, 3}}, run), 1, {0, 1, 2, 3});
   const auto pushes = Events(job, 0, false);
   EXPECT_EQ(pushes.size(), 3 * 19);
@@ -79,7 +79,7 @@ TEST_F(CudaTraceTest, PushesThatAreBesideOneAnotherHaveTracksOfTheirOwn) {
 
 TEST_F(CudaTraceTest, ShowsMessages) {
   CudaJob job(driver(), 2, 1);
-  for (int process : {0, 1}) ASSERT_OK(job.world(process).trace().Start());
+  for (int process : {0, 1}) ASSERT_OK(job.world(process).StartTrace());
   ASSERT_OK(job.Post(Message(Kind::kSend, {{0, 1}}, {0, 1}, 3, true), 0, 1));
   ASSERT_OK(job.Post(Message(Kind::kRecv, {{0, 1}}, {0, 1}, 3, true), 1, 1));
   for (int rank : {0, 1}) ASSERT_OK(job.stream(rank).Synchronize());
@@ -95,7 +95,7 @@ TEST_F(CudaTraceTest, ShowsWhatIsForwarded) {
   CudaJob job(driver(), 3, 1, Over(&network), kBufferBytes, {0, 1, 1});
   const auto broadcast = MakeCall(
       {.kind = Kind::kPbroadcast, .dtype = "int32", .item_bytes = 4, .shape = {100}, .pairs = {{0, 0}, {0, 1}, {0, 2}}}, {{0, 1, 2}}, 1);
-  ASSERT_OK(job.world(1).trace().Start());
+  ASSERT_OK(job.world(1).StartTrace());
   RunAndCheck(job, broadcast, 1, {0, 1, 2});
   std::vector<Trace::Event> forwards = Events(job, 1, false);
   std::erase_if(forwards, [](const Trace::Event& event) { return event.label.leg != std::string("forward"); });
