@@ -127,7 +127,7 @@ class World {
   StagedFutures& staged_futures() { return staged_futures_; }
   Statistics& statistics() { return statistics_; }
   Trace& trace() { return trace_; }
-  // As Trace's; what is over before, or within, a trace of CUDA devices need not have been seen by then.
+  // As Trace's Start and Finish. The devices' threads need not have seen yet what is over by then.
   Status StartTrace() {
     if (streams_ != nullptr) streams_->LookOn();
     return trace_.Start();
