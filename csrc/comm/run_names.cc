@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "csrc/base/hash.h"
+
 namespace hoccl {
 namespace {
 
@@ -16,9 +18,13 @@ bool AreNear(int64_t a, int64_t b) { return std::abs(int64_t{Distance(a, b)}) < 
 
 }  // namespace
 
+size_t RunNames::PlaceHash::operator()(const std::pair<uint64_t, uint64_t>& place) const {
+  return static_cast<size_t>(Hasher().Add(place.first).Add(place.second).value());
+}
+
 bool RunNames::AddOwn(const MeetingKey& key, uint64_t signature, int64_t first) {
   std::lock_guard lock(mutex_);
-  std::vector<Executable>& own = names_[key.site].own;
+  std::vector<Executable>& own = names_[{key.site, key.communicator}].own;
   if (std::ranges::any_of(own, [&](const Executable& known) { return AreNear(known.first, first); })) return false;
   own.push_back({.first = first, .signature = signature});
   return true;
@@ -26,7 +32,7 @@ bool RunNames::AddOwn(const MeetingKey& key, uint64_t signature, int64_t first) 
 
 int64_t RunNames::FirstOf(const MeetingKey& key) const {
   std::lock_guard lock(mutex_);
-  const auto names = names_.find(key.site);
+  const auto names = names_.find({key.site, key.communicator});
   if (names == names_.end()) return kUnnamed;
   const auto distance = [&](const Executable& executable) { return std::abs(int64_t{Distance(executable.first, key.run)}); };
   return std::ranges::min_element(names->second.own, {}, distance)->first;
@@ -35,7 +41,7 @@ int64_t RunNames::FirstOf(const MeetingKey& key) const {
 std::optional<int64_t> RunNames::Translate(int process, const MeetingKey& key, uint64_t signature, int64_t first) {
   if (first == kUnnamed) return key.run;
   std::lock_guard lock(mutex_);
-  const auto found = names_.find(key.site);
+  const auto found = names_.find({key.site, key.communicator});
   if (found == names_.end()) return std::nullopt;
   auto& [own, pairs] = found->second;
   const auto is_theirs = [&](const Pair& pair) { return pair.process == process && pair.theirs == first; };

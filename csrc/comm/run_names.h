@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "csrc/comm/message.h"
@@ -44,8 +45,14 @@ class RunNames {
     std::vector<Pair> pairs;
   };
 
+  // By call site and communicator. So whoever has sent something of one executable's call has sent the like of every other's that carries
+  // the same data: otherwise one that it had nothing to say of would be taken for the next.
+  struct PlaceHash {
+    size_t operator()(const std::pair<uint64_t, uint64_t>& place) const;
+  };
+
   mutable std::mutex mutex_;
-  std::unordered_map<uint64_t, Names> names_;  // by call site
+  std::unordered_map<std::pair<uint64_t, uint64_t>, Names, PlaceHash> names_;
 };
 
 }  // namespace hoccl

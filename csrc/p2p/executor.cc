@@ -92,6 +92,7 @@ Executor::~Executor() {
 }
 
 bool Executor::IsInline(const Transfer& transfer, int64_t together) const {
+  if (transfer.bytes() == 0) return true;  // an empty slice has no chunk that a copy thread could end
   // In the background it is no more than a chunk, which foreground traffic may wait for.
   if (transfer.background_) return together <= std::min(options_.inline_bytes, options_.chunk_bytes);
   return transfer.bytes() <= options_.inline_bytes && together <= kInlineTransfers * options_.inline_bytes;

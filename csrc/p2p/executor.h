@@ -44,7 +44,7 @@ class Executor {
   // Copies on the calling thread; the observer is not told.
   Status RunInline(Transfer* transfer);
 
-  // Hands the transfer to the copy threads. The observer is told of the end by one of them.
+  // Hands the transfer, of one byte or more, to the copy threads. The observer is told of the end by one of them.
   void Submit(Transfer* transfer);
 
   // Begins and ends a region of foreground traffic that is not the executor's. Regions may overlap.

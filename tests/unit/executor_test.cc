@@ -232,7 +232,9 @@ TEST_F(ExecutorTest, ThePosterCopiesAFewSmallTransfers) {
   EXPECT_TRUE(is_inline(100, 400, false));
   EXPECT_FALSE(is_inline(100, 401, false));
   EXPECT_FALSE(is_inline(101, 101, false));
+  EXPECT_TRUE(is_inline(0, 1000, false)) << "it has no chunk";
   EXPECT_TRUE(is_inline(32, 64, true));
+  EXPECT_TRUE(is_inline(0, 1000, true));
   EXPECT_FALSE(is_inline(32, 65, true)) << "foreground traffic would wait for more than a chunk";
 }
 

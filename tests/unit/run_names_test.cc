@@ -8,7 +8,9 @@ namespace {
 
 constexpr uint64_t kSignature = 5;
 
-MeetingKey Key(int64_t run, uint64_t site = 1) { return {.site = site, .run = run, .communicator = 9}; }
+MeetingKey Key(int64_t run, uint64_t site = 1, uint64_t communicator = 9) {
+  return {.site = site, .run = run, .communicator = communicator};
+}
 
 TEST(RunNamesTest, AreTheSameWhereRunsAreCountedAlike) {
   RunNames names;
@@ -49,6 +51,15 @@ TEST(RunNamesTest, ExecutablesThatShareACallSiteAreToldApart) {
   EXPECT_EQ(names.Translate(1, Key(60'000'004), kSignature, 60'000'000), 1004);
   EXPECT_EQ(names.FirstOf(Key(9'000'100)), 9'000'000);
   EXPECT_EQ(names.FirstOf(Key(1100)), 1000);
+}
+
+// As from programs of one name that gather in different groups: process 1 was not in this one's group for the first of them.
+TEST(RunNamesTest, WhatIsSaidOfAnotherCommunicatorIsNotTakenForThis) {
+  RunNames names;
+  names.AddOwn(Key(1000, 1, 8), kSignature, 1000);
+  EXPECT_EQ(names.Translate(1, Key(50'000'000), kSignature, 50'000'000), std::nullopt);
+  names.AddOwn(Key(50'000'000), kSignature, 50'000'000);
+  EXPECT_EQ(names.Translate(1, Key(50'000'000), kSignature, 50'000'000), 50'000'000);
 }
 
 TEST(RunNamesTest, RunIdsWrapAround) {
