@@ -136,7 +136,8 @@ def psend(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, prior
 
     Sends and receives of one program meet in the order in which they are traced: the k-th `precv` takes the k-th `psend` of the same shape,
     type, axes and `perm`, whose order counts. Both are needed on every rank; there is no vmap and no differentiation. A message that nobody
-    receives stays in memory.
+    receives stays in memory. A function within jax.jit or jax.checkpoint of its own that is called several times counts once, so it should
+    hold both or neither; where its sends and receives can't be told apart any more, NotImplementedError says so.
 
     Returns a token, which `precv` and jax.lax.optimization_barrier accept. (jax.lax.psend itself lacks CPU devices.)
     """
@@ -148,7 +149,7 @@ def precv(token: Any, out_shape: Any, axis_name: AxisName, perm: Sequence[tuple[
     result varies over `axis_name`.
 
     Args:
-      token: of the psend, or any other token that orders it. A pytree of tokens receives as often.
+      token: of the psend, or any other token that orders it; one, not a pytree.
       out_shape: jax.ShapeDtypeStruct of the result.
       axis_name: as for psend.
       perm: as for psend.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -424,10 +424,13 @@ def _site(collective: Collective, ctx: Any, attributes: Params) -> int:
         return next(ctx.module_context.channel_iterator)
     numbers, what = _numbers(ctx), _what(attributes)
     count = numbers[collective.kind, what] = numbers.get((collective.kind, what), 0) + 1
-    return numbers.setdefault((what, count), -1 - sum(1 for key in numbers if isinstance(key[1], int)))
+    numbers.setdefault(("functions", collective.kind, what), []).append(_function_of(ir.InsertionPoint.current.block.owner))
+    _refuse_shared_functions(ctx, numbers, what, count)
+    number: int = numbers.setdefault((what, count), -1 - sum(1 for key in numbers if isinstance(key[1], int)))
+    return number
 
 
-def _numbers(ctx: Any) -> dict[Any, int]:
+def _numbers(ctx: Any) -> dict[Any, Any]:
     """A dictionary that lives as long as the module's lowering, for state of primitives, which ours takes through nested contexts."""
     return ctx.module_context.cached_primitive_lowerings.setdefault(TARGET, {})
 
@@ -435,6 +438,53 @@ def _numbers(ctx: Any) -> dict[Any, int]:
 def _what(attributes: Params) -> Any:
     """What a send and a receive that meet have in common."""
     return (*(attributes[name].tobytes() for name in ("groups", "pairs", "shape")), attributes["dtype"])
+
+
+def _refuse_shared_functions(ctx: Any, numbers: dict[Any, Any], what: Any, count: int) -> None:
+    """JAX lowers equal functions of a program once, so a psend in a jitted one that is called twice has one number for two messages."""
+    earlier = range(1, min(count, *(numbers.get((kind, what), 0) + 1 for kind in ("send", "recv"))))
+    functions = {kind: numbers.get(("functions", kind, what), ()) for kind in ("send", "recv")}
+    if all(functions["send"][k - 1] == functions["recv"][k - 1] for k in earlier):
+        return
+    callers: dict[str, list[str]] = {}
+    places: dict[tuple[str, int], list[str]] = {}  # the functions that an operation stands in, by kind and site
+
+    def note(operation: ir.Operation) -> ir.WalkResult:
+        operation = operation.operation
+        if operation.name == "func.call":
+            callers.setdefault(ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, []).append(_function_of(operation))
+        elif operation.name == "stablehlo.custom_call" and target_of(operation) in (TARGET, START_TARGET):
+            options: Any = operation.attributes["mhlo.backend_config"]
+            places.setdefault((options["kind"].value, options["site"].value), []).append(_function_of(operation))
+        return ir.WalkResult.ADVANCE
+
+    def times(function: str) -> int:  # one that is being lowered has not been called yet
+        return max(1, sum(map(times, callers.get(function, ()))))
+
+    *_, here = _ancestors(ir.InsertionPoint.current.block.owner)
+    for root in {ctx.module_context.module.operation, here}:
+        root.walk(note)
+    for k in earlier:
+        sent, received = (max(1, sum(map(times, places.get((kind, numbers[what, k]), ())))) for kind in ("send", "recv"))
+        if sent != received:
+            raise NotImplementedError(
+                f"a psend in function {functions['send'][k - 1]!r} (run {sent}x) and its precv in {functions['recv'][k - 1]!r} (run "
+                f"{received}x): JAX lowers a jitted or checkpointed function once, so which receive takes which message can't be told; "
+                "leave out the jax.jit or jax.checkpoint within the program"
+            )
+
+
+def _ancestors(operation: Any) -> Iterator[Any]:
+    """From the innermost on. The last one is the module, or a function that is not in it yet, as a shard_map's body while it is lowered."""
+    operation = operation.operation
+    while operation is not None:
+        yield operation
+        operation = operation.parent.operation if operation.attached and operation.parent is not None else None
+
+
+def _function_of(operation: Any) -> str:
+    function = next(one for one in _ancestors(operation) if one.name == "func.func")
+    return str(ir.StringAttr(function.attributes["sym_name"]).value)
 
 
 def sends(ctx: Any) -> list[ir.Value]:

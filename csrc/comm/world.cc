@@ -229,7 +229,7 @@ World::World(const WorldOptions& options)
 
 World::~World() {
   const auto grace = std::min<std::chrono::milliseconds>(kLeavingGrace, options_.timeout);
-  buffered_sends_->AwaitReaders(grace);
+  if (options_.process_count > 1) buffered_sends_->AwaitReaders(grace);
   if (rendezvous_ != nullptr) rendezvous_->AwaitForwarding(grace);
   if (rendezvous_ != nullptr) rendezvous_->Close("process " + std::to_string(options_.process) + " has shut down hoccl_jax");
   if (streams_ != nullptr) streams_->Close();  // needs the proxy to tell others

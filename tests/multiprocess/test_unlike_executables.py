@@ -1,4 +1,5 @@
-"""Processes meet though their executables differ in what does not matter: where they were called, and whether they came from a cache."""
+"""Processes meet though their executables differ in what does not matter: where they were called, and whether they came from a cache; and
+executables that differ in what matters are told apart though they have one name."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ def _check(*args: str) -> None:
 
 def test_called_from_different_lines() -> None:
     _check("lines")
+
+
+def test_of_one_name_in_different_groups() -> None:
+    _check("groups")
 
 
 def test_from_the_persistent_cache(tmp_path: pathlib.Path) -> None:

@@ -172,6 +172,27 @@ def test_ragged(slices: int) -> None:
         np.testing.assert_array_equal(output_bar, expected_output_bar)
 
 
+@pytest.mark.parametrize("priority", ["foreground", "background"])
+@pytest.mark.parametrize("sizes", [[[0, 1], [0, 0]], [[0, 1], [1, 0]], [[1, 1], [0, 1]], [[0, 0], [0, 0]]])
+def test_long_rows_of_which_some_ranks_get_none(sizes: list[list[int]], priority: Any) -> None:
+    """As experts without a token: what is empty has no chunk for a copy thread."""
+    width, sent = 140_000, np.array(sizes, np.int32)
+    x = counted(2, 2, width)
+    numbers = [np.cumsum(sent, 1) - sent, sent, np.cumsum(sent, 0) - sent, sent.T]
+    body = jax.shard_map(
+        lambda x, output, *numbers: hoccl_jax.ragged_all_to_all(x, output, *numbers, axis_name="x", priority=priority),
+        mesh=Mesh(np.array(jax.devices()[:2]), "x"),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    flat = [n.astype(np.int32).reshape(-1) for n in numbers]
+    y = jax.jit(body)(x.reshape(4, width), np.zeros((4, width), np.float32), *flat)
+    expected = np.zeros((2, 2, width), np.float32)
+    for src, dst in zip(*np.nonzero(sent), strict=True):
+        expected[dst, numbers[2][src, dst]] = x[src, numbers[0][src, dst]]
+    np.testing.assert_array_equal(np.asarray(y), expected.reshape(4, width))
+
+
 @pytest.mark.parametrize("slices", [1, 3])
 def test_own_rows_that_xla_copies_on_gpus(slices: int) -> None:
     rows_in, rows_out = 30, 40

@@ -292,6 +292,32 @@ def test_a_receive_that_would_wait_in_vain_is_refused() -> None:
             run(lambda x, token=token: received(token(x[:2]), x).done(), operand(5), check_vma=False)
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_messages_of_a_function_that_jax_lowers_once_are_told_apart_or_refused(wrap: Callable[..., Any]) -> None:
+    @wrap
+    def send(x: jax.Array) -> Any:
+        return lax.optimization_barrier((hoccl_jax.psend(x, "x", RING), x))[1]
+
+    def body(x: jax.Array) -> jax.Array:
+        sent(send(send(x) * 10) * 10)
+        first = received(no_token(), x).done()
+        return 1000 * first + received(no_token(), x).done()
+
+    with pytest.raises(NotImplementedError, match=r"psend in function '.*' \(run 2x\) and its precv in '.*' \(run 1x\)"):
+        run(body, operand(3), check_vma=False)
+
+    @wrap
+    def permute(x: jax.Array) -> Any:
+        return hoccl_jax.precv(hoccl_jax.psend(x, "x", RING), x, "x", RING)
+
+    def permutes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = permute(permute(x) + 1)
+        third = received(sent(y), y).done()
+        return third, lax.ppermute(lax.ppermute(lax.ppermute(x, "x", RING) + 1, "x", RING), "x", RING)
+
+    assert_same(*run(permutes, operand(3), check_vma=False))
+
+
 def test_keys_are_sent_in_halves_and_received_as_a_whole() -> None:
     def body(x: jax.Array) -> Any:
         keys = jax.random.wrap_key_data(x)

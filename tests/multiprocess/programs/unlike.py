@@ -53,5 +53,28 @@ def cache(folder: str) -> list[bool]:
     return _runs(common.sharded(common.everyone(), _step), 4, 0)
 
 
+def groups() -> list[bool]:
+    """Programs of one name gather in different groups: of the first nothing is said between processes, in the second process 1 is ahead."""
+    mesh = common.everyone()
+    x = common.ranks_values(mesh, 3)
+    right = []
+    for first, groups in enumerate(([[0, 1], [2, 3]], [[0, 2], [1, 3]])):
+        step = common.sharded(mesh, lambda x, groups=groups: hoccl_jax.all_gather(x, "x", axis_index_groups=groups, tiled=True))
+        wanted = np.stack(
+            [np.concatenate([np.arange(3 * r, 3 * r + 3) for r in group]) for rank in range(4) for group in groups if rank in group]
+        )
+        for run in range(3):
+            before = hoccl_jax.stats()["operations"]["all_gather"]
+            if (first, run, jax.process_index()) == (1, 0, 0):
+                common.await_event("process 1 is there")
+            result = step(x)
+            if (first, run, jax.process_index()) == (1, 0, 1):
+                while hoccl_jax.stats()["operations"]["all_gather"] < before + 2:
+                    pass
+                common.announce("process 1 is there")
+            right += [bool((np.asarray(s.data) == wanted.reshape(-1)[s.index]).all()) for s in result.addressable_shards]
+    return right
+
+
 if __name__ == "__main__":
     common.report(right=globals()[sys.argv[1]](*sys.argv[2:]), stats=hoccl_jax.stats())
