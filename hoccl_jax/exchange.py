@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -95,7 +96,7 @@ def checked_flows(flows: Iterable[Any], ranks: int, rows_in: int, rows_out: int)
     table = []
     for index, given in enumerate(flows):
         try:
-            flow = Flow(*map(int, given))
+            flow = Flow(*map(operator.index, given))
         except (TypeError, ValueError) as error:
             raise ValueError(f"exchange: flow {index} must be (src, dst, src_row, dst_row, rows) in integers, got {given!r}") from error
         if not (0 <= flow.src < ranks and 0 <= flow.dst < ranks):

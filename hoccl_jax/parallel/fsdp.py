@@ -65,9 +65,15 @@ def apply_layers(
       The output of the last layer. Gradients of the shards are sums over `axis_name`, by jax.lax.psum_scatter, and sharded as the shards.
 
     Raises:
-      ValueError: there are no layers, or stacked arrays have different numbers of them.
+      ValueError: there are no layers, stacked arrays have different numbers of them, or an array has no dimension to be sharded along.
     """
     stacked = not isinstance(shards, list)
+    for path, leaf in jax.tree.leaves_with_path(shards):
+        if jnp.ndim(leaf) <= stacked:
+            raise ValueError(
+                f"shards{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, but needs a dimension to be sharded along"
+                f"{' beside that of layers' if stacked else ''}"
+            )
     counts = {leaf.shape[0] for leaf in jax.tree.leaves(shards)} if stacked else {len(shards)}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"shards must hold one or more layers, and stacked arrays the same number of them; got {sorted(counts)}")

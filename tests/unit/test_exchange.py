@@ -110,6 +110,7 @@ def test_types_batches_and_the_lax_form(monkeypatch: pytest.MonkeyPatch) -> None
         ((0, 1, 0, 5, 2), "writes outside the 6 rows of the result"),
         ((2, 0, 0, 1, 1), "write the same rows of rank 0"),
         ((0, 1), "must be"),
+        ((0.5, 1, 0, 0, 1), r"flow 1 must be .* in integers, got \(0.5"),
     ],
 )
 def test_bad_flows(flow: Any, message: str) -> None:

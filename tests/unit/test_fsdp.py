@@ -164,3 +164,18 @@ def test_parameters_are_gathered_once_a_pass_and_not_kept() -> None:
 def test_the_number_of_layers_must_be_clear(shards: Any) -> None:
     with pytest.raises(ValueError, match="shards must hold one or more layers"):
         fsdp.apply_layers(layer, shards, jnp.zeros(4), axis_name="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (
+            [{"w": jnp.zeros(4)}, {"w": jnp.zeros(4), "scale": jnp.zeros(())}],
+            r"shards\[1\]\['scale'\] has shape \(\), but needs a dimension",
+        ),
+        ({"w": jnp.zeros((2, 4)), "scale": jnp.zeros(2)}, r"shards\['scale'\] has shape \(2,\), .* beside that of layers"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(shards: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fsdp.apply_layers(layer, shards, jnp.zeros(4), axis_name="fsdp")
