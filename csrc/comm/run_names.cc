@@ -24,8 +24,10 @@ size_t RunNames::PlaceHash::operator()(const std::pair<uint64_t, uint64_t>& plac
 
 bool RunNames::AddOwn(const MeetingKey& key, uint64_t signature, int64_t first) {
   std::lock_guard lock(mutex_);
+  const auto is_near = [first](int64_t known) { return AreNear(known, first); };
+  if (std::vector<int64_t>& firsts = firsts_[key.site]; std::ranges::none_of(firsts, is_near)) firsts.push_back(first);
   std::vector<Executable>& own = names_[{key.site, key.communicator}].own;
-  if (std::ranges::any_of(own, [&](const Executable& known) { return AreNear(known.first, first); })) return false;
+  if (std::ranges::any_of(own, is_near, &Executable::first)) return false;
   own.push_back({.first = first, .signature = signature});
   return true;
 }
@@ -41,8 +43,11 @@ int64_t RunNames::FirstOf(const MeetingKey& key) const {
 std::optional<int64_t> RunNames::Translate(int process, const MeetingKey& key, uint64_t signature, int64_t first) {
   if (first == kUnnamed) return key.run;
   std::lock_guard lock(mutex_);
+  const auto firsts = firsts_.find(key.site);
+  if (firsts == firsts_.end()) return std::nullopt;
+  const bool alike = std::ranges::any_of(firsts->second, [first](int64_t known) { return AreNear(known, first); });
   const auto found = names_.find({key.site, key.communicator});
-  if (found == names_.end()) return std::nullopt;
+  if (found == names_.end()) return alike ? std::optional(key.run) : std::nullopt;
   auto& [own, pairs] = found->second;
   const auto is_theirs = [&](const Pair& pair) { return pair.process == process && pair.theirs == first; };
   auto pair = std::ranges::find_if(pairs, is_theirs);
@@ -52,6 +57,7 @@ std::optional<int64_t> RunNames::Translate(int process, const MeetingKey& key, u
     };
     size_t index = 0;
     while (index < own.size() && !AreNear(own[index].first, first)) ++index;
+    if (index == own.size() && alike) return key.run;
     if (index == own.size()) {
       index = 0;
       while (index < own.size() && (own[index].signature != signature || !is_free(index))) ++index;

@@ -53,6 +53,7 @@ class RunNames {
 
   mutable std::mutex mutex_;
   std::unordered_map<std::pair<uint64_t, uint64_t>, Names, PlaceHash> names_;
+  std::unordered_map<uint64_t, std::vector<int64_t>> firsts_;  // of each executable, by call site: ranks may disagree on the communicator
 };
 
 }  // namespace hoccl

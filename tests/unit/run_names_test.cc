@@ -62,6 +62,14 @@ TEST(RunNamesTest, WhatIsSaidOfAnotherCommunicatorIsNotTakenForThis) {
   EXPECT_EQ(names.Translate(1, Key(50'000'000), kSignature, 50'000'000), 50'000'000);
 }
 
+TEST(RunNamesTest, RanksThatDisagreeOnTheCommunicatorMeet) {
+  RunNames names;
+  names.AddOwn(Key(1000, 1, 8), kSignature, 1000);
+  EXPECT_EQ(names.Translate(1, Key(1002), kSignature, 1000), 1002) << "of the same executable";
+  names.AddOwn(Key(77'000'000), kSignature, 77'000'000);
+  EXPECT_EQ(names.Translate(1, Key(1003), kSignature, 1000), 1003) << "though another one has its communicator";
+}
+
 TEST(RunNamesTest, RunIdsWrapAround) {
   RunNames names;
   const int64_t last = std::numeric_limits<int32_t>::max();
