@@ -95,7 +95,7 @@ void StreamExchange::Close() {
   std::unique_lock lock(mutex_);
   while (!failed_ && !idle() && Clock::now() < until) peers_changed_.wait_for(lock, std::chrono::milliseconds(1));
   DropSends(-1);
-  if (!idle()) Fail(Aborted("process " + std::to_string(options_.process) + " has shut down hoccl_jax"), true);
+  if (!idle()) Fail(Aborted("process " + std::to_string(options_.process) + " has shut down hoccl_jax"));
   stopping_ = true;
   for (const auto& device : devices_) device->wake.notify_all();
 }
@@ -211,7 +211,7 @@ void StreamExchange::Binding::AddPair(int first, int count, int this_process, co
 
 Status StreamExchange::Abort(const GroupPlan& plan, int64_t run, uint32_t occurrence, const Status& reason) {
   std::lock_guard lock(mutex_);
-  Fail(Status(reason.code(), plan.Describe(run, occurrence) + ": " + reason.message()), true);
+  Fail(Status(reason.code(), plan.Describe(run, occurrence) + ": " + reason.message()));
   return failure_;
 }
 
@@ -289,8 +289,7 @@ void StreamExchange::Run(Device* device) {
     if (!stepped.ok()) {
       const cuda::CudaDevice& cuda = *device->cuda;
       Fail(Status(stepped.code(), "copying from device " + std::to_string(device->entry.global_id) + " (" + cuda.properties().name +
-                                      ") failed: " + stepped.message()),
-           true);
+                                      ") failed: " + stepped.message()));
     }
   }
 }

@@ -237,7 +237,7 @@ class StreamExchange : public ProxyListener, public TransferObserver, public Rem
   void ReleaseAgain(Device* device);
   bool DropGoneMemory(Device* device, std::unique_lock<std::mutex>* lock);  // true: it has released the lock in between
   void DropSends(int process);
-  void Fail(Status failure, bool tell_others);
+  void Fail(Status failure);
   void Release(const Execution& execution);
   std::string Attendance(const Execution& execution);
 

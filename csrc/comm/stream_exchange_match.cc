@@ -122,14 +122,14 @@ bool StreamExchange::Reach(Device* device, const StreamPost& post, Target* targe
   target->flags = &resources_->flags->memory();
   const auto known = own_memory_.find(post.memory);
   if (known == own_memory_.end()) {
-    Fail(FailedPrecondition("the memory in which device " + std::to_string(post.device) + " receives has been freed"), true);
+    Fail(FailedPrecondition("the memory in which device " + std::to_string(post.device) + " receives has been freed"));
     return true;
   }
   const auto& [owner, allocation] = known->second;
   if (owner == device || device->reachable.contains(post.memory)) return true;
   for (const cuda::CudaDevice* user : {device->cuda, device->copier}) {
     if (Status granted = cuda::GrantAccess(*user, *owner->cuda, allocation); !granted.ok()) {
-      Fail(std::move(granted), true);
+      Fail(std::move(granted));
       return true;  // the failure is what counts now
     }
   }

@@ -105,11 +105,10 @@ void StreamExchange::Take(Execution* execution, const Offered& offered) {
   };
   const auto inflow = std::find_if(execution->inflows.begin(), execution->inflows.end(), is_its);
   if (offered.signature != plan.signature || inflow == execution->inflows.end()) {
-    return Fail(
-        InvalidArgument("ranks disagree in " + plan.Describe(execution->key.meeting.run, execution->occurrence) +
-                        " (this is what process " + std::to_string(options_.process) + " brought): rank " + std::to_string(offered.src) +
-                        " of process " + std::to_string(offered.process) + " brought " + offered.brought),
-        true);
+    return Fail(InvalidArgument("ranks disagree in " + plan.Describe(execution->key.meeting.run, execution->occurrence) +
+                                " (this is what process " + std::to_string(options_.process) + " brought): rank " +
+                                std::to_string(offered.src) + " of process " + std::to_string(offered.process) + " brought " +
+                                offered.brought));
   }
   Settle(execution, &*inflow, offered.id);
   if (!execution->awaited) StartInflow(execution, static_cast<size_t>(inflow - execution->inflows.begin()));
@@ -258,8 +257,7 @@ void StreamExchange::OnSendDone(void* context, const Status& status) {
     const GroupPlan& plan = *execution->plan;
     Fail(Status(status.code(), plan.Describe(execution->key.meeting.run, execution->occurrence) + ": sending from " +
                                    plan.communicator.RankName(execution->rank) + " to " +
-                                   plan.communicator.RankName(execution->flights[offer->flight].out.dst) + " failed: " + status.message()),
-         true);
+                                   plan.communicator.RankName(execution->flights[offer->flight].out.dst) + " failed: " + status.message()));
   }
   --offer->requests;
   if (status.ok() && offer->requests == 0 && offer->asked >= offer->bytes) Depart(offer);
@@ -279,8 +277,7 @@ void StreamExchange::OnTransferDone(Transfer* transfer, Status status) {
   if (!status.ok()) {
     return Fail(Status(status.code(), plan.Describe(execution->key.meeting.run, execution->occurrence) + ": receiving from " +
                                           plan.communicator.RankName(inflow.in.src) + " at " + plan.communicator.RankName(execution->rank) +
-                                          " failed: " + status.message()),
-                true);
+                                          " failed: " + status.message()));
   }
   if (--inflow.left > 0) return;
   resources_->flags->memory().Advance(execution->Arrival(inflow.in.arrival));

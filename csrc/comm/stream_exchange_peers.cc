@@ -79,12 +79,11 @@ void StreamExchange::OnMessage(int process, const Message& message, UniqueFd fd)
     OnTaken(process, message.address);
   } else if (message.type == MessageType::kStreamFailed) {
     std::lock_guard lock(mutex_);
-    Fail(Status(static_cast<Code>(message.number), std::string(message.GetText()) + " (told by process " + std::to_string(process) + ")"),
-         false);
+    Fail(Status(static_cast<Code>(message.number), std::string(message.GetText()) + " (told by process " + std::to_string(process) + ")"));
   }
   if (!status.ok()) {
     std::lock_guard lock(mutex_);
-    Fail(Status(status.code(), "process " + std::to_string(process) + ": what it shares can't be used: " + status.message()), true);
+    Fail(Status(status.code(), "process " + std::to_string(process) + ": what it shares can't be used: " + status.message()));
   }
   peers_changed_.notify_all();
 }
@@ -115,7 +114,7 @@ void StreamExchange::Miss(int process, const std::string& how, bool in_order) {
       if (!execution->plan->ExchangesWith(execution->rank, process)) continue;
       const Status failure = Unavailable(execution->plan->Describe(execution->key.meeting.run, execution->occurrence) + ": process " +
                                          std::to_string(process) + " " + how);
-      return Fail(failure, true);
+      return Fail(failure);
     }
   }
 }
@@ -214,8 +213,7 @@ void StreamExchange::CheckAgreement(const Execution& execution, const StreamPost
   if (post.signature == plan.signature) return;
   Fail(InvalidArgument("ranks disagree in " + plan.Describe(execution.key.meeting.run, execution.occurrence) + " (this is what process " +
                        std::to_string(options_.process) + " brought): " + plan.communicator.RankName(post.key.rank) + " brought " +
-                       std::string(post.GetBrought())),
-       true);
+                       std::string(post.GetBrought())));
 }
 
 // Keeping watch.
@@ -302,8 +300,7 @@ void StreamExchange::CheckDeadlines(Device* device) {
     const GroupPlan& plan = *execution->plan;
     return Fail(DeadlineExceeded(plan.Describe(execution->key.meeting.run, execution->occurrence) + ": " +
                                  plan.communicator.RankName(execution->rank) + " has waited " + InSeconds(now - execution->since) +
-                                 " (HOCCL_TIMEOUT_S). " + Attendance(*execution)),
-                true);
+                                 " (HOCCL_TIMEOUT_S). " + Attendance(*execution)));
   }
 }
 
@@ -370,7 +367,7 @@ bool StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>
   lock->unlock();  // whoever looks at deadlines needs it
   Result<std::vector<cuda::MemoryKey>> gone = device->exports->DropGone();
   lock->lock();
-  if (!gone.ok()) Fail(gone.status(), true);
+  if (!gone.ok()) Fail(gone.status());
   if (failed_) return true;
   for (cuda::MemoryKey key : *gone) {
     own_memory_.erase(key);
@@ -385,11 +382,18 @@ bool StreamExchange::DropGoneMemory(Device* device, std::unique_lock<std::mutex>
   return true;
 }
 
-void StreamExchange::Fail(Status failure, bool tell_others) {
+void StreamExchange::Fail(Status failure) {
   if (failed_) return;
   failure_ = std::move(failure);
   failed_.store(true, std::memory_order_release);
   statistics_->CountFailure();
+  // First, and of a failure that another process told too: nobody hears that nothing more comes from here before it hears why.
+  Message message;
+  message.type = MessageType::kStreamFailed;
+  message.number = static_cast<int32_t>(failure_.code());
+  message.SetText(failure_.message());
+  for (int process : writers_) proxy_->Send(process, message);
+  for (int process : elsewhere_) proxy_->Send(process, message);
   waiting_.clear();
   unmapped_.clear();
   posts_.clear();
@@ -403,13 +407,6 @@ void StreamExchange::Fail(Status failure, bool tell_others) {
   }
   AbandonNetwork();
   peers_changed_.notify_all();
-  if (!tell_others) return;
-  Message message;
-  message.type = MessageType::kStreamFailed;
-  message.number = static_cast<int32_t>(failure_.code());
-  message.SetText(failure_.message());
-  for (int process : writers_) proxy_->Send(process, message);
-  for (int process : elsewhere_) proxy_->Send(process, message);
 }
 
 void StreamExchange::Release(const Execution& execution) {

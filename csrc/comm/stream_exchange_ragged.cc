@@ -34,9 +34,8 @@ void StreamExchange::ReadTable(Device* device, Execution* execution) {
   }
   const Result<std::vector<StridedCopy>> copies = RaggedCopiesFrom(operation, numbers, execution->rank);
   if (!copies.ok()) {  // on all ranks alike
-    return Fail(
-        Status(copies.status().code(), plan.Describe(execution->key.meeting.run, execution->occurrence) + ": " + copies.status().message()),
-        true);
+    return Fail(Status(copies.status().code(),
+                       plan.Describe(execution->key.meeting.run, execution->occurrence) + ": " + copies.status().message()));
   }
   device->tables->GiveBack(*execution->table);
   execution->table.reset();
@@ -48,7 +47,7 @@ void StreamExchange::ReadTable(Device* device, Execution* execution) {
   for (size_t i = 0, first = 0; i < execution->inflows.size(); first += execution->inflows[i++].in.count) {
     const Binding::In& in = execution->inflows[i].in;
     const Result<std::vector<StridedCopy>> from = RaggedCopiesFrom(operation, numbers, in.src);
-    if (!from.ok()) return Fail(from.status(), true);  // the table has been checked
+    if (!from.ok()) return Fail(from.status());  // the table has been checked
     std::copy_n(from->begin() + static_cast<int64_t>(execution->rank) * operation.slices, in.count,
                 execution->in_copies.begin() + static_cast<int64_t>(first));
   }

@@ -173,18 +173,21 @@ void RemotePath::OnPacked(StagingSlot* slot, const Status& status) {
 
 void RemotePath::EndIfOver(Outgoing* outgoing) {
   if (outgoing->active > 0 || (outgoing->error.ok() && outgoing->next < outgoing->end)) return;
-  if (const auto peer = peers_.find(outgoing->process); peer != peers_.end()) {
+  const int process = outgoing->process;
+  const PullRequest request = outgoing->request;
+  const int64_t written = outgoing->written;
+  const auto peer = peers_.find(process);
+  const bool cut_short = peer != peers_.end() && written < request.chunks;
+  if (peer != peers_.end()) {
     std::erase(peer->second->foreground, outgoing);
     std::erase(peer->second->background, outgoing);
-    if (outgoing->written < outgoing->request.chunks)
-      control_->SendPullEnded(outgoing->process, outgoing->request.notification, outgoing->written);
   }
-  const auto own = std::ranges::find_if(outgoing_, [outgoing](const auto& other) { return other.get() == outgoing; });
   RemoteUser* user = outgoing->user;
   void* context = outgoing->context;
   const Status status = std::move(outgoing->error);
-  outgoing_.erase(own);
-  user->OnSendDone(context, status);
+  std::erase_if(outgoing_, [outgoing](const auto& other) { return other.get() == outgoing; });
+  user->OnSendDone(context, status);  // first: a user that fails tells the receiver why before it hears that nothing more comes
+  if (cut_short) control_->SendPullEnded(process, request.notification, written);
 }
 
 }  // namespace hoccl
