@@ -218,15 +218,17 @@ def _one() -> list[Row]:
     rows: list[Row] = []
     shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3", "HOCCL_TIMEOUT_S": "60"}
     growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOCCL_TIMEOUT_S": "60"}
-    rows.append(_equivalence("cases, preallocated memory", _run("equivalence", {"seed": 11, "count": 150}, _SHARED, shared)))
+    patient = {**shared, "HOCCL_PATIENCE_US": "20000"}  # so that calls with overlap=False push in their streams
+    rows.append(_equivalence("cases, preallocated memory", _run("equivalence", {"seed": 11, "count": 150}, _SHARED, patient)))
     rows.append(_equivalence("cases, growing pool", _run("equivalence", {"seed": 12, "count": 150}, _SHARED, growing)))
     rows.append(_equivalence("reshardings and their gradients", _run("reshardings", {"seed": 0, "count": 30}, _SHARED, shared)))
     for name, env in (("preallocated memory", shared), ("growing pool", growing)):
         outcome = _run("mixture", {"tokens": 512, "width": 256, "steps": 5}, _SHARED, env)
         rows.append((f"mixture of experts against the dense model, {name}", json.dumps(outcome), "furthest below 1e-4"))
     rows.append(_messages("two processes of one GPU", _run("messages", {"rounds": 20}, _SHARED, shared)))
-    profile = _run("profile", {"steps": 20}, _SHARED, shared)[0]
-    rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
+    for overlap in (True, False):
+        profile = _run("profile", {"steps": 20, "overlap": overlap}, _SHARED, patient)[0]
+        rows.append((f"20 all-gathers and 20 ppermutes with overlap={overlap} run as", json.dumps(profile), "no kernel"))
     with _mps() as together:
         form, wanted = "MPS" if together else "in turns", "12 us in the stream, 20 by the proxy; host 8 and 6 us"
         for name, env in (("in the stream", shared), ("by the proxy", {**shared, "HOCCL_IN_STREAM_BYTES": "0"})):
@@ -260,7 +262,7 @@ def _network() -> list[Row]:
     rows.append(_equivalence("cases, by the network", _run("equivalence", {"seed": 31, "count": 100}, _SHARED, env)))
     rows.append(_messages("by the network", _run("messages", {"rounds": 20}, _SHARED, env)))
     rows += _network_chains("by the network", _SHARED, env)
-    profile = _run("profile", {"steps": 20}, _SHARED, env)[0]
+    profile = _run("profile", {"steps": 20, "overlap": True}, _SHARED, env)[0]
     rows.append(("20 all-gathers and 20 ppermutes run as", json.dumps(profile), "no kernel"))
     overlapped = _run("overlapped", {"size": 4096, "moved": 128 << 20}, _SHARED, env)[0]
     rows.append(("products and a ppermute of 128 MiB as one program", json.dumps(overlapped), "1.03 of the longer"))

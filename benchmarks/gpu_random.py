@@ -58,27 +58,28 @@ def _irregular(kind: str, size: int, rows: int, seed: int) -> tuple[Any, np.ndar
     return (starts, counts, ends - counts, counts.T), source, origin
 
 
-def _make(kind: str, rows: int, columns: int, priority: Any, choice: int) -> Callable[[jax.Array], jax.Array]:
+def _make(kind: str, rows: int, columns: int, priority: Any, overlap: bool, choice: int) -> Callable[[jax.Array], jax.Array]:
     """A program that runs one operation: int32 [1, 1] a rank, added to all numbers, to how many elements of its result are wrong."""
     size = gpu_mesh().size
     ring = [(r, (r + 1) % size) for r in range(size)]
+    options: dict[str, Any] = {"priority": priority, "overlap": overlap}
 
     def body(start: jax.Array) -> jax.Array:
         rank, every = jax.lax.axis_index("x"), jnp.arange(rows)
         mine = functools.partial(_number, columns=columns, start=start[0, 0])
         x = mine(rank, every)
         if kind == "ppermute":
-            got, wanted = hoccl_jax.ppermute(x, "x", ring, priority=priority), mine((rank - 1) % size, every)
+            got, wanted = hoccl_jax.ppermute(x, "x", ring, **options), mine((rank - 1) % size, every)
         elif kind == "all_gather":
-            got = hoccl_jax.all_gather(x, "x", priority=priority)
+            got = hoccl_jax.all_gather(x, "x", **options)
             wanted = jnp.stack([mine(r, every) for r in range(size)])
         elif kind == "all_to_all":
-            got = hoccl_jax.all_to_all(x, "x", 0, 0, tiled=True, priority=priority)
+            got = hoccl_jax.all_to_all(x, "x", 0, 0, tiled=True, **options)
             block = rows // size
             wanted = jnp.concatenate([mine(r, rank * block + jnp.arange(block)) for r in range(size)])
         elif kind == "pbroadcast":
             root = choice % size
-            got, wanted = hoccl_jax.pbroadcast(x, "x", root, priority=priority), mine(root, every)
+            got, wanted = hoccl_jax.pbroadcast(x, "x", root, **options), mine(root, every)
         elif kind == "psend":
             token = hoccl_jax.psend(x, "x", ring, priority=priority)
             got = hoccl_jax.precv(token, jax.ShapeDtypeStruct(x.shape, x.dtype), "x", ring, priority=priority)
@@ -92,10 +93,10 @@ def _make(kind: str, rows: int, columns: int, priority: Any, choice: int) -> Cal
             arguments, source, origin = _irregular(kind, size, rows, choice)
             into = jnp.full_like(x, _UNTOUCHED)
             if kind == "exchange":
-                got = hoccl_jax.exchange(x, "x", arguments, into=into, priority=priority)
+                got = hoccl_jax.exchange(x, "x", arguments, into=into, **options)
             else:
                 tables = [jnp.asarray(table, jnp.int32)[rank] for table in arguments]
-                got = hoccl_jax.ragged_all_to_all(x, into, *tables, axis_name="x", priority=priority)
+                got = hoccl_jax.ragged_all_to_all(x, into, *tables, axis_name="x", **options)
             comes_from, row = jnp.asarray(source)[rank], jnp.asarray(origin)[rank]
             wanted = jnp.where(comes_from[:, None] == _UNTOUCHED, _UNTOUCHED, mine(comes_from, row))
         return jnp.sum(got != wanted, dtype=jnp.int32)[None, None]
@@ -124,8 +125,9 @@ def random_operations(seconds: float, seed: int) -> dict[str, Any]:
                 break
         kind = KINDS[rng.integers(len(KINDS))]
         rows_of_rank, columns = _SHAPES[rng.integers(len(_SHAPES))]
-        priority, choice = ("foreground", "background")[rng.integers(2)], int(rng.integers(_TABLES))
-        key = (kind, size * rows_of_rank, columns, priority, choice if kind in ("pbroadcast", "exchange", "ragged_all_to_all") else 0)
+        priority, overlap = ("foreground", "background")[rng.integers(2)], bool(rng.integers(2))
+        choice = int(rng.integers(_TABLES)) if kind in ("pbroadcast", "exchange", "ragged_all_to_all") else 0
+        key = (kind, size * rows_of_rank, columns, priority, overlap, choice)
         if key not in programs:
             programs[key] = _make(*key)
         start = jax.make_array_from_callback((size, 1), NamedSharding(gpu_mesh(), P("x")), functools.partial(_filled, ran.total()))

@@ -211,26 +211,28 @@ def chains(sizes: list[int], steps: int, libraries: list[str], repeats: int = 20
     return result
 
 
-def profile(steps: int) -> dict[str, Any]:
+def profile(steps: int, overlap: bool) -> dict[str, Any]:
     """What runs on the GPU in a program of all-gathers and ppermutes and nothing else: name and memory -> how often, and us in all."""
     ring = [(r, (r + 1) % gpu_mesh().size) for r in range(gpu_mesh().size)]
 
     def body(x: jax.Array) -> list[jax.Array]:
         results = []
         for _ in range(steps):
-            x = hoccl_jax.ppermute(x, "x", ring)
-            results.append(hoccl_jax.all_gather(x, "x", tiled=True))
+            x = hoccl_jax.ppermute(x, "x", ring, overlap=overlap)
+            results.append(hoccl_jax.all_gather(x, "x", tiled=True, overlap=overlap))
         return results
 
     step = program(body)
     x = spread(256, 1024)
-    jax.block_until_ready(step(x))
+    for _ in range(3):  # what comes again may be enqueued otherwise
+        jax.block_until_ready(step(x))
+    hoccl_jax.reset_stats()
     seen: dict[str, Any] = {}
     for event in gpu_events(lambda: step(x)):
         entry = seen.setdefault(f"{event['name']} {event.get('memcpy_details', '')}", {"count": 0, "us": 0.0})
         entry["count"] += 1
         entry["us"] += event["us"]
-    return seen
+    return {**seen, "pushes": hoccl_jax.stats()["pushes"]}
 
 
 def interference(size: int, count: int, moved: int, libraries: list[str], events: bool = False) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def start_trace() -> None:
 def finish_trace(path: str) -> None:
     """Stops recording and writes the file."""
 
+def shared_contexts() -> dict[int, str]: ...
 def topology() -> dict[str, Any]:
     """This node, its copying threads, and the processes with their devices and how they are reached."""
 

@@ -45,9 +45,17 @@ _HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def _take_all_hardware_queues() -> None:
-    """The driver reads the variable when JAX starts. With the default, 8, streams share queues, and a wait holds up what is behind it."""
-    if not xla_bridge.backends_are_initialized():
+    """The driver reads the variable when JAX starts. With the default, 8, streams share queues, and a wait holds up what is behind it.
+
+    Under MPS all processes of a GPU share one supply of queues, which does not suffice for contexts of 32 each.
+    """
+    if not xla_bridge.backends_are_initialized() and not _runs_under_mps():
         os.environ.setdefault(_HARDWARE_QUEUES, "32")
+
+
+def _runs_under_mps() -> bool:
+    """Is CUDA's Multi-Process Service there, whose control daemon listens on this pipe?"""
+    return os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control"))
 
 
 _take_all_hardware_queues()
@@ -105,9 +113,10 @@ def shutdown() -> None:
 def stats() -> dict[str, Any]:
     """Counters since the engine's start or `reset_stats`: operations by kind, bytes and transfers by what moved them, failures.
 
-    "handlers" is about CUDA devices: calls of XLA's into the engine, their time, and the part of it in which they looked out for other
-    ranks (HOCCL_PATIENCE_US). "fallbacks" counts what was left to XLA, by function: call sites, when they are compiled, since XLA does not
-    tell of their execution.
+    "pushes" counts transfers between CUDA devices: by the sender's stream itself ("in_stream") or by the "proxy". "handlers" is about CUDA
+    devices too: calls of XLA's into the engine, their time, and the part of it in which they looked out for other ranks
+    (HOCCL_PATIENCE_US). "fallbacks" counts what was left to XLA, by function: call sites, when they are compiled, since XLA does not tell
+    of their execution.
     """
     with _lock:
         _ensure_started()
@@ -293,7 +302,7 @@ def _ensure_started() -> Config:
     trace_file = _trace_file(config.trace) if config.trace else None
     for line in misspelt():
         _logger.warning("%s", line)
-    if _HARDWARE_QUEUES not in os.environ and any(device.platform == "gpu" for device in _local_devices()):
+    if _HARDWARE_QUEUES not in os.environ and not _runs_under_mps() and any(device.platform == "gpu" for device in _local_devices()):
         _logger.warning(
             "JAX had started before hoccl_jax was imported: import it earlier, or set %s=32, or transfers may hold each other up",
             _HARDWARE_QUEUES,
@@ -302,6 +311,14 @@ def _ensure_started() -> Config:
     settings = {**dataclasses.asdict(config), "coordinator": _coordinator_host()}
     _native.start(settings, jax.process_index(), jax.process_count(), devices)
     _state.incarnation += 1
+    for device, reason in _native.shared_contexts().items():
+        _logger.warning(
+            "device %d: transfers share JAX's CUDA context, where other calls can hold them up until the deadline, because no other could "
+            "be made (%s). It takes 0.7 GB of the device's memory and, under MPS, some of the server's hardware queues: set %s=8 or less",
+            device,
+            reason,
+            _HARDWARE_QUEUES,
+        )
     if jax.process_count() > 1:
         try:
             _key_value_store().key_value_set_bytes(_address_key(jax.process_index()), _native.address())

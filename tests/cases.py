@@ -50,7 +50,13 @@ class Case:
     input_axes: tuple[str, ...]
     arguments: tuple[tuple[str, Any], ...]
     priority: str
+    overlap: bool
     check_vma: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What jax.lax's functions have not. Messages, which wait for nobody, can't overlap anything either."""
+        return {"priority": self.priority} | ({} if self.operation == "send_recv" else {"overlap": self.overlap})
 
     def __str__(self) -> str:
         mesh = ",".join(f"{name}{size}" for name, size in self.mesh)
@@ -76,7 +82,7 @@ def check(case: Case, devices: Sequence[jax.Device]) -> None:
     order = np.random.default_rng(case.number).permutation(len(devices))
     mesh = Mesh(np.array(devices)[order].reshape([size for _, size in case.mesh]), tuple(name for name, _ in case.mesh))
     with jax.enable_x64("64" in case.dtype or "128" in case.dtype), _any_axis_order():
-        results = jax.block_until_ready(_run(case, mesh, *_inputs(case, mesh)))
+        (results,) = _run(case, mesh)
         ours, theirs = map(jax.tree.leaves, results)
     assert len(ours) == len(theirs) > 0
     for our, their in zip(ours, theirs, strict=True):
@@ -87,21 +93,25 @@ def check(case: Case, devices: Sequence[jax.Device]) -> None:
 
 
 def check_across(case: Case, devices: Sequence[jax.Device], reference: Sequence[jax.Device]) -> None:
-    """As `check`, with our side on `devices` of all processes, and jax.lax's on as many devices of this process."""
+    """As `check`, with our side on `devices` of all processes, and jax.lax's on as many devices of this process.
+
+    Ours runs several times, since calls that come again may be enqueued otherwise than those that come first.
+    """
     order = np.random.default_rng(case.number).permutation(len(devices))
     sides = []
     with jax.enable_x64("64" in case.dtype or "128" in case.dtype), _any_axis_order():
-        for library, them in ((Hoccl, devices), (Lax, reference)):
+        for library, them, times in ((Hoccl, devices, 3), (Lax, reference, 1)):
             mesh = Mesh(np.array(them)[order].reshape([size for _, size in case.mesh]), tuple(name for name, _ in case.mesh))
-            (results,) = jax.block_until_ready(_run(case, mesh, *_inputs(case, mesh), libraries=(library,)))
-            sides.append((list(mesh.devices.flat), jax.tree.leaves(results)))
-    (our_devices, ours), (their_devices, theirs) = sides
-    assert len(ours) == len(theirs) > 0
-    for our, their in zip(ours, theirs, strict=True):
-        assert (our.shape, our.dtype) == (their.shape, their.dtype)
-        wanted = {their_devices.index(shard.device): shard.data for shard in their.addressable_shards}
-        for shard in our.addressable_shards:
-            np.testing.assert_array_equal(_bits(shard.data), _bits(wanted[our_devices.index(shard.device)]), err_msg=f"on {shard.device}")
+            runs = _run(case, mesh, libraries=(library,), times=times)
+            sides.append((list(mesh.devices.flat), [jax.tree.leaves(results) for results in runs]))
+    (our_devices, our_runs), (their_devices, (theirs,)) = sides
+    for ours in our_runs:
+        assert len(ours) == len(theirs) > 0
+        for our, their in zip(ours, theirs, strict=True):
+            assert (our.shape, our.dtype) == (their.shape, their.dtype)
+            wanted = {their_devices.index(shard.device): _bits(shard.data) for shard in their.addressable_shards}
+            for shard in our.addressable_shards:
+                np.testing.assert_array_equal(_bits(shard.data), wanted[our_devices.index(shard.device)], err_msg=f"on {shard.device}")
 
 
 # What runs
@@ -207,17 +217,18 @@ class Hoccl:
         return jax.tree.map(leaf, x)
 
 
-def _run(case: Case, mesh: Mesh, x: jax.Array, count: jax.Array, libraries: Sequence[type] | None = None) -> Any:
+def _run(case: Case, mesh: Mesh, libraries: Sequence[type] | None = None, times: int = 1) -> list[Any]:
+    """What each run of one program gives: a tuple with the results of each library."""
     if case.transform == "eager" and libraries is None:
         # Ours alone: of jax.lax's side each little operation would be compiled by itself.
         jitted = dataclasses.replace(case, transform="jit")
-        return (*_run(case, mesh, x, count, (Hoccl,)), *_run(jitted, mesh, x, count, (Lax,)))
+        return [(*ours, *theirs) for ours, theirs in zip(_run(case, mesh, (Hoccl,), times), _run(jitted, mesh, (Lax,), times), strict=True)]
     transform = TRANSFORMS[case.transform]
 
     def one_side(library: type, **more: Any) -> Function:
         return transform(lambda x: getattr(library, case.operation)(x, **dict(case.arguments), **more))
 
-    sides = [one_side(library, **({"priority": case.priority} if library is Hoccl else {})) for library in libraries or (Hoccl, Lax)]
+    sides = [one_side(library, **(case.options if library is Hoccl else {})) for library in libraries or (Hoccl, Lax)]
 
     def body(x: jax.Array, count: jax.Array) -> Any:
         x = x[0]
@@ -228,16 +239,17 @@ def _run(case: Case, mesh: Mesh, x: jax.Array, count: jax.Array, libraries: Sequ
             results = jax.tree.map(jax.random.key_data, results)
         return jax.tree.map(lambda y: y[None], results)
 
-    program = jax.shard_map(body, mesh=mesh, in_specs=(P(case.input_axes), P()), out_specs=P(mesh.axis_names), check_vma=case.check_vma)
-    if case.transform == "eager":
-        return program(x, count)
-    if case.transform == "aot":
-        return jax.jit(program).lower(x, count).compile()(x, count)
-    if case.transform == "context_mesh":
-        program = jax.shard_map(body, in_specs=(P(case.input_axes), P()), out_specs=P(mesh.axis_names), check_vma=case.check_vma)
-        with jax.set_mesh(mesh):
-            return jax.jit(program)(x, count)
-    return jax.jit(program, donate_argnums=(0,) if case.transform == "donate" else ())(x, count)
+    inputs = [_inputs(case, mesh) for _ in range(times)]  # each run's own, which it may be given for good
+    in_context = case.transform == "context_mesh"
+    program = jax.shard_map(
+        body, mesh=None if in_context else mesh, in_specs=(P(case.input_axes), P()), out_specs=P(mesh.axis_names), check_vma=case.check_vma
+    )
+    under_jit = jax.jit(program, donate_argnums=(0,) if case.transform == "donate" else ())
+    run: Callable[..., Any] = program if case.transform == "eager" else under_jit
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        if case.transform == "aot":
+            run = under_jit.lower(*inputs[0]).compile()
+        return [jax.block_until_ready(run(x, count)) for x, count in inputs]
 
 
 def _plain(function: Function) -> Function:
@@ -373,13 +385,14 @@ def _case(rng: random.Random, number: int, operation: str, transform: str, dtype
     if operation == "all_gather" and check_vma and groups is None and "vmap" not in transform and rng.random() < 0.2:
         arguments["to"] = "invarying"
     priority = rng.choice(("foreground", "foreground", "background"))
+    overlap = rng.random() < 0.5
     # jax.lax.pbroadcast and all_gather(to="reduced") want operands that differ over the axis; the others accept any.
     input_axes = (
         tuple(names)
         if operation in ("pbroadcast", "send_recv", "exchange", "ragged_all_to_all")
         else tuple(rng.sample(names, rng.randint(1, len(names))))
     )
-    return Case(number, operation, transform, dtype, tuple(shape), mesh, input_axes, tuple(arguments.items()), priority, check_vma)
+    return Case(number, operation, transform, dtype, tuple(shape), mesh, input_axes, tuple(arguments.items()), priority, overlap, check_vma)
 
 
 def _all_gather_arguments(rng: random.Random, _size: int, shape: list[int]) -> dict[str, Any]:

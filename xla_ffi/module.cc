@@ -177,6 +177,17 @@ nb::dict DescribeTopology() {
   return topology;
 }
 
+// Device -> why what copies by itself shares JAX's context there.
+nb::dict SharedContexts() {
+  const WorldGuard world = RunningWorld();
+  nb::dict reasons;
+  if (world->streams() == nullptr) return reasons;
+  for (const StreamExchange::DeviceView& device : world->streams()->Devices()) {
+    if (!device.own_context.ok()) reasons[nb::int_(device.global_id)] = nb::str(device.own_context.message().c_str());
+  }
+  return reasons;
+}
+
 nb::capsule HandlerCapsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 // platform -> target -> stage -> capsule, as jax.ffi.register_ffi_target takes them.
@@ -225,6 +236,7 @@ NB_MODULE(_native, m) {
   m.def("start_trace", [] { ThrowIfError(RunningWorld()->StartTrace()); });
   m.def("finish_trace", FinishTrace, nb::arg("path"));
   m.def("topology", &DescribeTopology);
+  m.def("shared_contexts", &SharedContexts);
   m.def("check_streams", &CheckStreams);
   m.def("compilation_began", &BeginCompilation);
   m.def("compilation_ended", &EndCompilation, nb::arg("module"));

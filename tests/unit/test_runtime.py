@@ -145,15 +145,41 @@ def test_compiled_programs_fail_after_shutdown_and_run_after_init() -> None:
     np.testing.assert_array_equal(program(x), rotated(x))
 
 
-@pytest.mark.parametrize(("started", "given", "wanted"), [(False, None, "32"), (False, "1", "1"), (True, None, None)])
-def test_jax_gets_all_hardware_queues(started: bool, given: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user has said how many, or JAX has started and the driver read the variable."""
+@pytest.mark.parametrize(
+    ("started", "shared", "given", "wanted"),
+    [
+        (False, False, None, "32"),
+        (False, False, "1", "1"),
+        (False, True, None, None),
+        (False, True, "2", "2"),
+        (True, False, None, None),
+    ],
+)
+def test_jax_gets_all_hardware_queues(
+    started: bool, shared: bool, given: str | None, wanted: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has said how many, JAX has started and the driver read the variable, or processes share them through MPS."""
     monkeypatch.setattr(runtime.xla_bridge, "backends_are_initialized", lambda: started)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if shared:
+        os.mkfifo(tmp_path / "control")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given or "")
     if given is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     runtime._take_all_hardware_queues()
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == wanted
+
+
+def test_transfers_in_a_shared_context_are_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dictionary stands for a GPU without room for a second context, which this machine may not have."""
+    hoccl_jax.shutdown()
+    monkeypatch.setattr(runtime._native, "shared_contexts", lambda: {3: "cuCtxCreate: CUDA_ERROR_OUT_OF_MEMORY (out of memory)"})
+    with caplog.at_level("WARNING", logger="hoccl_jax"):
+        hoccl_jax.init()
+    (record,) = caplog.records
+    assert "device 3" in record.message
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in record.message
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in record.message
 
 
 def test_threads_start_it_once() -> None:
